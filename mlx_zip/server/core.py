@@ -60,7 +60,7 @@ class Core:
         self.created = int(time.time())
         self.metrics = Metrics(engine)
         files = None if self.options.responses_folder is None else ResponseFiles(self.options.responses_folder)
-        self.responses = ResponseStore(self.options.max_responses, self.options.max_responses_bytes, files)
+        self.responses = ResponseStore(files=files)
         self.tokens = TokenTexts(engine.tokenizer)
         self._reported: set[str] = set()
         self._merge_packs = lru_cache(_MOST_MERGED_PACKS)(partial(_merge_named_packs, self.options.packs))

@@ -41,7 +41,7 @@ def messages_routes(core: Core) -> list[Route]:
         turn, builder = make_messages_turn(body), MessageBuilder(body, core.model)
         if body.stream:
             frames = _message_frames(core, turn, builder)
-            response = await stream_response(request, core, frames, ANTHROPIC, builder.failure_frame)
+            response = await stream_response(request, core, frames, builder.failure_frame)
         else:
             response = json_response(await run_unless_client_gone(request, _whole_message(core, turn, builder)))
         response.headers["request-id"] = new_prefixed_id("req")

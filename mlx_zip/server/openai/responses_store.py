@@ -39,7 +39,7 @@ class ResponseStore:
     the start; None to keep them in memory only.
     """
 
-    def __init__(self, most: int, most_bytes: int, files: ResponseFiles | None = None) -> None:
+    def __init__(self, most: int = 1000, most_bytes: int = 128 << 20, files: ResponseFiles | None = None) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._texts: OrderedDict[str, bytes] = OrderedDict()
         self._owners: dict[str, str] = {}  # id of an output item -> id of its response
