@@ -28,7 +28,7 @@ Parts = Annotated[list[Words], Field(max_length=1000, fail_fast=True)]
 
 
 class TokenBody(Body):
-    """A token of an answer's text; the fields are those of `mlx_zip.server.vendor.shown_token_json`."""
+    """A token of an answer's text; the fields are those of `mlx_zip.server.answers.turn.shown_token_json`."""
 
     t: Words
     id: int | None = None

@@ -23,10 +23,9 @@ from mlx_zip.apps.chat.running_answers import (
 )
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.named import QUALITY
-from mlx_zip.server.answers.turn import Done, Turn
+from mlx_zip.server.answers.turn import Done, Turn, live_counts_json
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.http import json_response, read_body, stream_response, with_body_class
-from mlx_zip.server.vendor import live_counts_json
 
 PATH = "/app/api/conversations"
 MOST_LISTED = 1000

@@ -13,11 +13,21 @@ from mlx_zip.apps.chat.database_file import StoreError
 from mlx_zip.apps.chat.store import Store, extend_message, new_id
 from mlx_zip.engine import Counted
 from mlx_zip.errors import EngineStoppedError
-from mlx_zip.server.answers.turn import Delta, Done, LearnedEntries, Reasoning, Text, Turn, Waiting
+from mlx_zip.server.answers.turn import (
+    Delta,
+    Done,
+    LearnedEntries,
+    Reasoning,
+    Text,
+    Turn,
+    Waiting,
+    live_counts_json,
+    shown_token_json,
+    vendor_notes,
+)
 from mlx_zip.server.core import Core, Inbox
 from mlx_zip.server.errors import RequestError, as_request_error
 from mlx_zip.server.http import event_bytes
-from mlx_zip.server.vendor import live_counts_json, shown_token_json, vendor_notes
 
 WRITE_S = 0.4  # seconds between writes to the store
 STOPPED = "You stopped it."

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts
-from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Turn, Waiting
+from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Turn, Waiting, vendor_json
 from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, make_messages_turn
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import ANTHROPIC, RequestError
@@ -28,7 +28,6 @@ from mlx_zip.server.http import (
     stream_response,
     with_body_class,
 )
-from mlx_zip.server.vendor import vendor_json
 
 
 def messages_routes(core: Core) -> list[Route]:

@@ -22,6 +22,8 @@ from mlx_zip.server.answers.turn import (
     ToolCall,
     Turn,
     Waiting,
+    shown_token_json,
+    vendor_json,
 )
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
@@ -64,7 +66,6 @@ from mlx_zip.server.openai.choices import (
     total_counts,
     total_usage,
 )
-from mlx_zip.server.vendor import VendorFields, shown_token_json, vendor_json
 
 
 def chat_routes(core: Core) -> list[Route]:
@@ -299,6 +300,12 @@ class Prediction(Body):
     def text(self) -> str:
         """The whole text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class VendorFields(Body):
+    """The field `mlx_zip` of a request. tokens: whether the answer says which tokens its text consists of."""
+
+    tokens: bool = False
 
 
 class ChatBody(CompletionFields):

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts, PromptId
-from mlx_zip.server.answers.turn import Delta, Done, Text, TokenLogprob, Turn, Waiting
+from mlx_zip.server.answers.turn import Delta, Done, Text, TokenLogprob, Turn, Waiting, vendor_json
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import MOST_TOKENS, BodyError, Many, NonEmptyText
 from mlx_zip.server.http import (
@@ -37,7 +37,6 @@ from mlx_zip.server.openai.choices import (
     total_counts,
     total_usage,
 )
-from mlx_zip.server.vendor import vendor_json
 from mlx_zip.text.token_facts import TokenTexts, count_characters
 
 MOST_PROMPTS = 64
