@@ -28,10 +28,11 @@ from mlx_zip.apps.chat.database_file import (
     file_identity,
     open_file,
     open_in_memory,
+    rebuild_indexes,
     share_lock,
     sqlite_code,
+    transaction,
 )
-from mlx_zip.apps.chat.schema import rebuild_indexes, transaction
 
 Some = TypeVar("Some")
 RETRY_S = 5.0  # while in memory, a write first tries to return to the file if the last attempt is this long ago

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.apps.chat.bodies import Folder, Name, PackNames, SamplingBody, Title, Words
-from mlx_zip.apps.chat.routes import PATH, require_conversation
+from mlx_zip.apps.chat.routes import PATH, require
 from mlx_zip.apps.chat.store import CUT, Store, new_id
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, json_bytes
@@ -28,7 +28,7 @@ Parts = Annotated[list[Words], Field(max_length=1000, fail_fast=True)]
 
 
 class TokenBody(Body):
-    """A token of an answer's text; the fields are those of `mlx_zip.server.vendor.shown_token_json`."""
+    """A token of an answer's text; the fields are those of `mlx_zip.server.answers.turn.shown_token_json`."""
 
     t: Words
     id: int | None = None
@@ -199,7 +199,7 @@ def routes(store: Store, core: Core) -> list[Route]:
 
     async def export_one(request: Request) -> Response:
         """Exports a conversation as JSON or Markdown."""
-        conversation = require_conversation(await core.run_in_thread(store.conversation, request.path_params["id"]))
+        conversation = require(await core.run_in_thread(store.conversation, request.path_params["id"]))
         kind = request.query_params.get("format", "json")
         if kind not in ("json", "md"):
             raise RequestError(400, "format must be json or md", "invalid_request", "format")

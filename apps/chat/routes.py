@@ -20,14 +20,12 @@ from mlx_zip.apps.chat.running_answers import (
     make_frame,
     new_message,
     strip_end,
-    turn_messages,
 )
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.named import QUALITY
-from mlx_zip.server.answers.turn import Done, Turn
+from mlx_zip.server.answers.turn import Done, Turn, live_counts_json
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.http import json_response, read_body, stream_response, with_body_class
-from mlx_zip.server.vendor import live_counts_json
 
 PATH = "/app/api/conversations"
 MOST_LISTED = 1000
@@ -60,24 +58,24 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
 
     async def show(request: Request) -> Response:
         """Shows a conversation with its messages."""
-        return json_response(require_conversation(await in_thread(store.conversation, request.path_params["id"])))
+        return json_response(require(await in_thread(store.conversation, request.path_params["id"])))
 
     async def change(request: Request) -> Response:
         """Changes fields of a conversation."""
         body = await read_body(request, core, ChangeBody)
         one = request.path_params["id"]
         if body.leaf is not None:
-            _require_message(await in_thread(store.message, one, body.leaf))
+            require(await in_thread(store.message, one, body.leaf), "message")
         if body.system:
-            model = body.model or require_conversation(await in_thread(store.conversation, one))["model"]
+            model = body.model or require(await in_thread(store.conversation, one))["model"]
             await in_thread(models.check_system, body.system, model)
-        return json_response(require_conversation(await in_thread(store.change, one, body.fields_set)))
+        return json_response(require(await in_thread(store.change, one, body.fields_set)))
 
     async def delete(request: Request) -> Response:
         """Deletes a conversation."""
         one = request.path_params["id"]
         answers.stop(one)
-        require_conversation(await in_thread(store.delete, one) or None)
+        require(await in_thread(store.delete, one) or None)
         return _deletion_response(store, 1)
 
     async def stop(request: Request) -> Response:
@@ -113,7 +111,7 @@ async def _answer_frames(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yields the frames of the answer that `body` requests in the conversation with id `one`. Raises `RequestError`."""
     in_thread = models.main.run_in_thread
-    conversation = require_conversation(await in_thread(store.conversation, one))
+    conversation = require(await in_thread(store.conversation, one))
     path = await in_thread(store.path, one, body.parent)
     _check_parent(body, path)
     async with models.using(body.model or conversation["model"]) as core:
@@ -136,8 +134,14 @@ def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, 
     max_tokens: limit if the conversation sets none. prefill: text with which the answer begins.
     """
     sampling = dict(conversation["sampling"])
+    messages: list[dict[str, Any]] = (
+        [{"role": "system", "content": system}] if (system := conversation["system"]) else []
+    )
+    for message in path:
+        reasoning = {"reasoning_content": message["reasoning"]} if message["reasoning"] else {}
+        messages.append({"role": message["role"], "content": message["text"], **reasoning})
     return Turn(
-        messages=turn_messages(conversation["system"], path),
+        messages=messages,
         prefill=prefill or None,
         max_tokens=sampling.pop("max_tokens", max_tokens),
         sampling=sampling,
@@ -171,16 +175,10 @@ def _parse_number(given: str | None, default: int, most: int) -> int:
     return min(int(given), most)
 
 
-def require_conversation(value: Any) -> Any:
+def require(value: Any, kind: str = "conversation") -> Any:
     """Returns `value`, the result of a method of `Store`. Raises `RequestError` (404) if `value` is None."""
     if value is None:
-        raise RequestError(404, "there is no such conversation", "unknown_conversation")
-    return value
-
-
-def _require_message(value: Any) -> Any:
-    if value is None:
-        raise RequestError(404, "there is no such message", "unknown_message")
+        raise RequestError(404, f"there is no such {kind}", f"unknown_{kind}")
     return value
 
 
@@ -239,7 +237,7 @@ async def _race_turn(store: Store, models: Models, body: RaceBody) -> Turn:
         return turn_of(models.main.options.max_tokens, asked, messages)
     if body.conversation is None or body.leaf is None:
         raise RequestError(400, "a race needs a conversation and its leaf, or messages", "invalid_request")
-    conversation = require_conversation(await models.main.run_in_thread(store.conversation, body.conversation))
+    conversation = require(await models.main.run_in_thread(store.conversation, body.conversation))
     path = await models.main.run_in_thread(store.path, body.conversation, body.leaf)
     if not path or path[-1]["role"] != "user":
         raise RequestError(400, "leaf must be a message of the user", "invalid_request", "leaf")

@@ -26,7 +26,6 @@ from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
 from mlx_zip.engine.engines import Engines
 from mlx_zip.server.app import make_app
-from mlx_zip.server.core import Core, Cores
 from mlx_zip.server.options import Options
 from mlx_zip.server.running import Server, bind_socket
 
@@ -86,8 +85,7 @@ def run_app(
     template cannot render `settings.system`.
     """
     address = f"http://{HOST}:{listener.getsockname()[1]}/app/#token={options.api_key}"
-    cores = Cores(engines, Core(engines.main, with_open_page(options)))
-    models = Models(cores, open_model, hypertokens)
+    models = Models(engines, with_open_page(options), open_model, hypertokens)
     models.check_system(settings.system)
     app = make_chat_app(store, models, settings)
 
@@ -103,7 +101,7 @@ def run_app(
         else:
             server.run([listener])
     finally:
-        cores.close()
+        models.close()
     return server.fault
 
 

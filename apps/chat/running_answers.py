@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from importlib import import_module
 from typing import Any
 
 from mlx_zip.apps.chat.database_file import StoreError
 from mlx_zip.apps.chat.store import Store, extend_message, new_id
-from mlx_zip.errors import EngineStoppedError, MlxZipError
-from mlx_zip.server.answers.turn import Delta, Done, LearnedEntries, LiveCounts, Reasoning, Text, Turn, Waiting
-from mlx_zip.server.core import Core
+from mlx_zip.engine import Counted
+from mlx_zip.errors import EngineStoppedError
+from mlx_zip.server.answers.turn import (
+    Delta,
+    Done,
+    LearnedEntries,
+    Reasoning,
+    Text,
+    Turn,
+    Waiting,
+    live_counts_json,
+    shown_token_json,
+    vendor_notes,
+)
+from mlx_zip.server.core import Core, Inbox
 from mlx_zip.server.errors import RequestError, as_request_error
 from mlx_zip.server.http import event_bytes
-from mlx_zip.server.vendor import live_counts_json, shown_token_json, vendor_notes
 
 WRITE_S = 0.4  # seconds between writes to the store
 STOPPED = "You stopped it."
@@ -28,16 +39,11 @@ class RunningAnswers:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._running: dict[str, set[asyncio.Event]] = {}
-        self._written: set[str] = set()  # ids of the messages that are being written
+        self._running: dict[str, _RunningAnswer] = {}  # by the id of the answer's message
 
     def stop(self, conversation: str | None = None) -> int:
         """Stops the running answers of a conversation (None: of all conversations); returns how many were stopped."""
-        named = list(self._running) if conversation is None else [conversation]
-        events = [event for one in named for event in self._running.get(one, ()) if not event.is_set()]
-        for event in events:
-            event.set()
-        return len(events)
+        return sum(one.stop() for one in self._running.values() if conversation in (None, one.conversation))
 
     async def frames(
         self, core: Core, conversation: str, turn: Turn, new: list[dict[str, Any]], message: dict[str, Any]
@@ -48,106 +54,108 @@ class RunningAnswers:
         answer. Nothing is written before the engine accepts the request. Before the first frame, raises the engine's
         error if the engine refuses the request, and `RequestError` if `message` is already being written.
         """
-        if message["id"] in self._written:  # the store may not have it yet
+        if message["id"] in self._running:  # the store may not have it yet
             raise RequestError(409, "this answer is still being written", "running", "parent")
-        stop = asyncio.Event()
-        self._running.setdefault(conversation, set()).add(stop)
-        self._written.add(message["id"])
-        written = _StoredAnswer(self.store, core, conversation, message)
+        running = self._running[message["id"]] = _RunningAnswer(self.store, core, conversation, message)
         try:
-            async with aclosing(core.answer(turn)) as deltas:
+            async with aclosing(core.answer(turn, running.inbox)) as deltas:
                 await anext(deltas)
-                await written.begin(new)
+                await running.begin(new)
                 for one in new or [message]:
                     yield {"type": "message", "message": dict(one)}
-                async with aclosing(_until_stopped(deltas, stop)) as coming:
-                    async for frame in self._answer_frames(written, coming, stop):
+                async for delta in deltas:
+                    if (frame := running.add_delta(delta)) is not None:
                         yield frame
-        except GeneratorExit:
-            await written.end("stopped", LEFT)
+                    for problem in running.problems():
+                        yield problem
+            await running.end("whole" if running.done else "stopped", STOPPED)
+        except (GeneratorExit, asyncio.CancelledError):
+            await running.end("stopped", LEFT)
             raise
-        except asyncio.CancelledError:
-            await asyncio.shield(written.end("stopped", LEFT))
-            raise
-        finally:
-            self._written.discard(message["id"])
-            self._running[conversation].discard(stop)
-            if not self._running[conversation]:
-                del self._running[conversation]
-
-    async def _answer_frames(
-        self, written: _StoredAnswer, deltas: AsyncGenerator[Delta | None, None], stop: asyncio.Event
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Writes the deltas to the store; yields the deltas' frames, then a frame "done" or "error"."""
-        try:
-            async for delta in deltas:
-                if (frame := await written.add_delta(delta)) is not None:
-                    yield frame
-                for problem in written.problems():
-                    yield problem
-            await written.end("stopped" if stop.is_set() and not written.done else "whole", STOPPED)
-        except MlxZipError as error:
-            state = "cut" if isinstance(error, EngineStoppedError) else "failed"
-            text = str(as_request_error(error))
-            await written.end(state, text)
+        except Exception as error:  # any error ends the answer, so that the store does not keep it as running
+            if not running.begun:
+                raise
+            state, text = "cut" if isinstance(error, EngineStoppedError) else "failed", str(as_request_error(error))
+            await running.end(state, text)
             yield {"type": "error", "message": text, "state": state}
             return
-        for problem in written.problems():
+        finally:
+            del self._running[message["id"]]
+        for problem in running.problems():
             yield problem
-        yield {"type": "done", "message": written.message, "leaf": written.message["id"]}
+        yield {"type": "done", "message": message, "leaf": message["id"]}
 
 
-class _StoredAnswer:
-    """An answer that is written to the store in pieces. done: whether the engine has finished the answer."""
+class _RunningAnswer:
+    """An answer that is written to the store in pieces. inbox: see `Core.answer`. begun: whether the store has it.
+
+    done: whether the engine has finished the answer.
+    """
 
     def __init__(self, store: Store, core: Core, conversation: str, message: dict[str, Any]) -> None:
-        self._store, self._core, self._conversation, self.message = store, core, conversation, message
+        self._store, self._core, self.conversation, self._message = store, core, conversation, message
+        self.inbox: Inbox = asyncio.Queue()
         self._piece: dict[str, Any] = {}  # the part of the answer that is not in the store yet
-        self._at, self._begun, self._ended = time.monotonic(), False, False
+        self._stopped = self.begun = self._ended = self.done = False
         self._reported: str | None = None
         self._reason: str | None = None  # "length" if the engine ended the answer at its length limit
         self._problem: str | None = None
+        self._writer: asyncio.Task[None] | None = None
         self._last: asyncio.Future[Any] | None = None  # the newest job for the store
         self._before: dict[str, Any] | None = None  # earlier figures of an answer that is extended
-        self.done = False
+
+    def stop(self) -> bool:
+        """Ends the answer soon; returns False if it was stopped before."""
+        if self._stopped:
+            return False
+        self._stopped = True
+        self.inbox.put_nowait(None)
+        return True
 
     async def begin(self, new: list[dict[str, Any]]) -> None:
         """Writes the messages in `new` to the store; if `new` is empty, marks the existing message as running."""
-        self._begun = True
-        self.message |= {"state": "running", "reason": None}
+        self.begun = True
+        self._message |= {"state": "running", "reason": None}
         if new:
-            await self._run_in_store(self._store.begin, self._conversation, new)
+            await self._run_in_store(self._store.begin, self.conversation, new)
         else:
-            self._before = self.message["figures"]
-            await self._run_in_store(self._store.resume, self._conversation, dict(self.message))
+            self._before = self._message["figures"]
+            await self._run_in_store(self._store.resume, self.conversation, dict(self._message))
+        self._writer = asyncio.create_task(self._write_pieces())
 
-    async def add_delta(self, delta: Delta | None) -> dict[str, Any] | None:
-        """Adds `delta`, if any, and returns its frame, if any; writes to the store every `WRITE_S` seconds."""
-        frame = None if delta is None else make_frame(delta)
-        if delta is not None:
-            piece = make_piece(delta)
-            extend_message(self.message, piece)
-            for name, value in piece.items():
-                self._piece[name] = self._piece[name] + value if name in self._piece else value
-        if isinstance(delta, LiveCounts | Done) and frame is not None:
+    def add_delta(self, delta: Delta) -> dict[str, Any] | None:
+        """Adds a delta to the message and returns its frame, if any."""
+        frame = make_frame(delta)
+        if frame is None:
+            return None
+        piece = _make_piece(frame)
+        extend_message(self._message, piece)
+        for name, value in piece.items():
+            self._piece[name] = self._piece[name] + value if name in self._piece else value
+        if isinstance(delta, Counted | Done):
             frame |= _sum_figures(self._before, frame)
-            self.message["figures"] = {name: value for name, value in frame.items() if name != "type"}
+            self._message["figures"] = {name: value for name, value in frame.items() if name != "type"}
         if isinstance(delta, Done):
             self.done, self._reason = True, "length" if delta.reason == "length" else None
-        if self._piece and time.monotonic() - self._at >= WRITE_S:
-            await self._write_piece()
         return frame
 
-    async def _write_piece(self) -> None:
-        piece, self._piece, self._at = self._piece, {}, time.monotonic()
-        await self._run_in_store(self._store.append, self._conversation, self.message["id"], piece)
+    async def _write_pieces(self) -> None:
+        """Writes the answer's new text to the store every `WRITE_S` seconds."""
+        while True:
+            await asyncio.sleep(WRITE_S)
+            if self._piece:
+                piece, self._piece = self._piece, {}
+                await self._run_in_store(self._store.append, self.conversation, self._message["id"], piece)
 
     async def end(self, state: str, reason: str | None) -> None:
-        if self._ended or not self._begun:
+        """Writes the finished answer to the store if it was begun, even if this task is cancelled meanwhile."""
+        if self._ended or not self.begun:
             return
         self._ended = True
-        self.message |= {"state": state, "reason": self._reason if state == "whole" else reason}
-        await self._run_in_store(self._store.finish, self._conversation, dict(self.message))
+        if self._writer is not None:
+            self._writer.cancel()
+        self._message |= {"state": state, "reason": self._reason if state == "whole" else reason}
+        await asyncio.shield(self._run_in_store(self._store.finish, self.conversation, dict(self._message)))
 
     async def _run_in_store(self, work: Callable[..., Any], *args: Any) -> None:
         """Runs `work` in a thread when the previous job has ended; the job completes even if this task is cancelled.
@@ -187,32 +195,6 @@ def _sum_figures(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> di
     }
 
 
-async def _until_stopped(
-    deltas: AsyncGenerator[Delta, None], stop: asyncio.Event
-) -> AsyncGenerator[Delta | None, None]:
-    """Yields deltas until they end or `stop` is set; yields None after every `WRITE_S` seconds without a delta."""
-    stopping = asyncio.ensure_future(stop.wait())
-    coming: asyncio.Future[Delta | None] | None = None
-    try:
-        while True:
-            coming = coming or asyncio.ensure_future(anext(deltas, None))
-            await asyncio.wait({coming, stopping}, timeout=WRITE_S, return_when=asyncio.FIRST_COMPLETED)
-            if stopping.done():
-                return
-            if not coming.done():
-                yield None
-                continue
-            delta, coming = coming.result(), None
-            if delta is None:
-                return
-            yield delta
-    finally:
-        for task in (stopping, coming):
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(stopping, *([coming] if coming else []), return_exceptions=True)
-
-
 def new_message(role: str, parent: str | None, text: str, model: str | None = None) -> dict[str, Any]:
     """Returns a new message for the store; an assistant's message has the state "running"."""
     return {
@@ -248,15 +230,6 @@ def strip_end(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "text": text, "tokens": tokens}
 
 
-def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the system prompt and the messages of `path`, in order, as chat templates take them."""
-    found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for message in path:
-        reasoning = {"reasoning_content": message["reasoning"]} if message["reasoning"] else {}
-        found.append({"role": message["role"], "content": message["text"], **reasoning})
-    return found
-
-
 async def encode_frames(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
     """Yields each frame encoded for an event stream; keeps a Mac awake until the last frame."""
     with _stay_awake("writing an answer"):
@@ -270,7 +243,7 @@ def failure_frame(failure: RequestError) -> bytes:
     return event_bytes({"type": "error", "message": str(failure), "state": "failed"})
 
 
-# ---- deltas as frames for the page and as pieces for the store
+# ---- deltas as frames for the page, and frames as pieces for the store
 
 
 def make_frame(delta: Delta) -> dict[str, Any] | None:
@@ -279,28 +252,28 @@ def make_frame(delta: Delta) -> dict[str, Any] | None:
         case Waiting():
             names = ("read", "total", "cached_tokens", "waits_for")
             return {"type": "waiting", **{name: getattr(delta, name) for name in names}}
-        case LiveCounts():
+        case Counted():
             return {"type": "figures", **live_counts_json(delta.counts)}
         case Done():
             return {"type": "figures", **live_counts_json(delta.counts), **vendor_notes(delta)}
         case Text():
-            return {"type": "text", **make_piece(delta)}
+            return {"type": "text", "text": delta.text, "tokens": [shown_token_json(token) for token in delta.tokens]}
         case Reasoning():
             return {"type": "reasoning", "text": delta.text}
         case LearnedEntries():
-            return {"type": "learned", "entries": make_piece(delta)["learned"]}
+            return {"type": "learned", "entries": [list(parts) for parts in delta.entries]}
     return None
 
 
-def make_piece(delta: Delta) -> dict[str, Any]:
-    """Returns what a delta adds to a message, in the form that `Store.append` takes."""
-    match delta:
-        case Text():
-            return {"text": delta.text, "tokens": [shown_token_json(token) for token in delta.tokens]}
-        case Reasoning():
-            return {"reasoning": delta.text}
-        case LearnedEntries():
-            return {"learned": [list(parts) for parts in delta.entries]}
+def _make_piece(frame: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a frame adds to a message, in the form that `Store.append` takes."""
+    match frame["type"]:
+        case "text":
+            return {"text": frame["text"], "tokens": frame["tokens"]}
+        case "reasoning":
+            return {"reasoning": frame["text"]}
+        case "learned":
+            return {"learned": frame["entries"]}
     return {}
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import sqlite3
 from typing import Any
 
-from mlx_zip.apps.chat.schema import parse_value
-
 MOST_WORDS = 10
 SHORTEST = 3  # fewest characters of a word that the index finds
 _AROUND = 40  # characters of a snippet before the word that was found
@@ -26,23 +24,20 @@ def add_search_functions(db: sqlite3.Connection) -> None:
 def find_conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) -> dict[str, Any]:
     """Returns at most `limit` conversations that hold all words of `wanted`, from hit `offset` on, and the hit count.
 
-    The last changed comes first. If `wanted` is empty, pinned conversations come first, then conversations in folders.
+    The conversations are rows of the database, as dicts, with a snippet. The last changed comes first. If `wanted` is
+    empty, pinned conversations come first, then conversations in folders.
     """
     words = wanted.lower().split()[:MOST_WORDS]
     where, values = _search_condition(words)
     order = ("" if words else "pinned DESC, folder = '', lower(folder), folder, ") + "updated DESC, id"
     ids = [row[0] for row in db.execute(f"SELECT id FROM conversations WHERE {where} ORDER BY {order}", values)]
     rows = [(one, _conversation_row(db, one)) for one in ids[offset : offset + limit]]
-    listed = [_list_entry(db, one, row, words) for one, row in rows if row is not None]  # None: the id is damaged
+    listed = [{**dict(row), "snippet": _snippet(db, one, words)} for one, row in rows if row is not None]
     return {"conversations": listed, "total": len(ids)}
 
 
-def _list_entry(db: sqlite3.Connection, one: str, row: sqlite3.Row, words: list[str]) -> dict[str, Any]:
-    values = {"packs": parse_value(row["packs"], list) or [], "pinned": bool(row["pinned"])}
-    return {**dict(row), **values, "snippet": _snippet(db, one, words)}
-
-
 def _conversation_row(db: sqlite3.Connection, one: str) -> sqlite3.Row | None:
+    """Returns a conversation for the list, None if its id is damaged."""
     return db.execute(
         "SELECT id, title, created, updated, model, packs, pinned, folder, "
         "(SELECT count(*) FROM messages WHERE conversation = conversations.id) AS messages "

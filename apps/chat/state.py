@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +15,8 @@ from mlx_zip.apps.chat.bodies import FitBody, ModelBody
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.running_answers import failure_frame
 from mlx_zip.apps.chat.store import Store
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import GenerationError, MlxZipError
+from mlx_zip.packs.pack import as_pack
 from mlx_zip.server.core import Core
 from mlx_zip.server.http import event_bytes, json_response, read_body, stream_response, with_body_class
 from mlx_zip.text.prompts import encode_text
@@ -45,7 +46,7 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
                 "version": mlx_zip.__version__,
                 "model": core.model,
                 "models": models.list_models(),
-                "packs": [asdict(pack) for pack in await core.packs()],
+                "packs": await core.run_in_thread(_list_packs, core),
                 "ceiling": settings.ceiling,
                 "storage": await core.run_in_thread(_describe_storage, store),
                 "defaults": {"system": settings.system, "sampling": _default_sampling(models)},
@@ -62,9 +63,7 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
         """Says how many ids a prompt is read as, and with which pack it is read as the fewest."""
         body = await read_body(request, core, FitBody)
         return json_response(
-            await core.run_in_thread(
-                _find_best_pack, core, body.text[:MOST_FITTED], core.named_packs.resolve(body.packs)
-            )
+            await core.run_in_thread(_find_best_pack, core, body.text[:MOST_FITTED], core.resolve_pack(body.packs))
         )
 
     return [
@@ -72,6 +71,25 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
         Route("/app/api/fit", with_body_class(fit, FitBody), methods=["POST"]),
         Route("/app/api/models", with_body_class(open_model, ModelBody), methods=["POST"]),
     ]
+
+
+def _list_packs(core: Core) -> list[dict[str, Any]]:
+    """Returns the packs that conversations can choose, with the number of their entries.
+
+    reason: why the main model cannot use the pack, None if it can.
+    """
+    return [_describe_pack(core, name, pack) for name, pack in core.options.packs.items()]
+
+
+def _describe_pack(core: Core, name: str, pack: Any) -> dict[str, Any]:
+    entries, reason = 0, None
+    try:
+        found = as_pack(pack)
+        entries = len(found.entries)
+        core.engine.check_pack(found)
+    except MlxZipError as error:
+        reason = str(error)
+    return {"name": name, "entries": entries, "reason": reason}
 
 
 def _find_best_pack(core: Core, text: str, pack: Any) -> dict[str, Any]:

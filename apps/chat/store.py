@@ -9,13 +9,13 @@ import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_zip.apps.chat import search
 from mlx_zip.apps.chat.database import Database
-from mlx_zip.apps.chat.schema import parse_value
 from mlx_zip.files import data_folder
 
+Some = TypeVar("Some")
 # Fields of a conversation that `Store.change` can change. folder: "" if the conversation is in no folder.
 FIELDS = ("title", "model", "system", "packs", "sampling", "draft", "leaf", "pinned", "folder")
 _LEAVE_IN_PLACE = {"draft", "leaf", "pinned", "folder"}  # changes of these fields do not set `updated`
@@ -61,7 +61,8 @@ class Store:
         wanted: words that must all occur in a conversation's title or texts. The last changed comes first; if `wanted`
         is empty, pinned conversations come first, then conversations in folders, by folder name.
         """
-        return self.database.read(lambda db: search.find_conversations(db, wanted, limit, offset))
+        found = self.database.read(lambda db: search.find_conversations(db, wanted, limit, offset))
+        return {**found, "conversations": [_decode_row(row) for row in found["conversations"]]}
 
     def create(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Adds a conversation and returns it. fields: some of `FIELDS`."""
@@ -219,7 +220,7 @@ def _read_message(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
     del found["n"], found["conversation"], found["writer"]
     if found["state"] == "running":
         for (piece,) in db.execute("SELECT piece FROM pieces WHERE message = ? ORDER BY n", (found["id"],)):
-            extend_message(found, parse_value(piece, dict) or {})
+            extend_message(found, _parse_value(piece, dict) or {})
     return found
 
 
@@ -244,13 +245,22 @@ def _cut_message(db: sqlite3.Connection, row: sqlite3.Row) -> None:
     db.execute("DELETE FROM pieces WHERE message = ?", (row["id"],))
 
 
-def _decode_row(row: sqlite3.Row) -> dict[str, Any]:
+def _decode_row(row: Any) -> dict[str, Any]:
     found = dict(row)
     for name in found.keys() & _AS_JSON.keys():
         kind: type[Any] = _AS_JSON[name]
-        value = None if found[name] is None else parse_value(found[name], kind)
+        value = None if found[name] is None else _parse_value(found[name], kind)
         found[name] = kind() if value is None and name not in _MAY_BE_NONE else value
     return found | ({"pinned": bool(found["pinned"])} if "pinned" in found else {})
+
+
+def _parse_value(text: str, kind: type[Some]) -> Some | None:
+    """Returns the value of the JSON `text`; None if `text` is not JSON or the value is not an instance of `kind`."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, kind) else None
 
 
 def _encode_value(name: str, value: Any) -> Any:

@@ -25,7 +25,7 @@ from mlx_zip.server.anthropic import messages
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, as_request_error, dialect_of, json_bytes
 from mlx_zip.server.http import ClientGone, check_model_name, json_response
-from mlx_zip.server.metrics import Metrics, RequestCounter
+from mlx_zip.server.metrics import RequestCounter
 from mlx_zip.server.openai import chat, completions, responses
 from mlx_zip.server.options import Options
 
@@ -48,11 +48,10 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
     more: further routes, which get the access checks and are in the OpenAPI document too.
     """
     options = core.options
-    metrics = Metrics(core)
     routes = (
         [route for dialect in DIALECTS for route in dialect(core)]
         + _general_routes(core)
-        + [metrics.metrics_route(), *more]
+        + [core.metrics.metrics_route(), *more]
     )
     routes.append(_openapi_route(routes))
     origins = list(options.allowed_origins)
@@ -67,7 +66,7 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(RequestCounter, metrics=metrics),
+            Middleware(RequestCounter, metrics=core.metrics),
             guards[0],
             *([browsers] if origins else []),
             guards[1],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -16,13 +16,16 @@ from starlette.responses import Response
 from mlx_zip.errors import first_message_line
 from mlx_zip.files import refuse_json_constant
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import OPENAI, RequestError, as_request_error, json_bytes
+from mlx_zip.server.errors import RequestError, as_request_error, json_bytes
 from mlx_zip.server.fields import Body, parse_body
 
 Some = TypeVar("Some")
 Kind = TypeVar("Kind", bound=Body)
 _CLOSE = {"Connection": "close"}
 _DISCARDED_S = 2.0  # time for which the rest of a too large body is read, so that the client gets the answer
+BODY_S = 60.0  # time within which a body must arrive
+_PING_S = 15  # seconds between comments in a stream that has nothing else to send
+_MOST_DEPTH = 100  # maximum nesting of a body's JSON
 _LARGE = 1 << 18  # bytes; a body of this size or more is parsed in a thread
 
 
@@ -45,22 +48,21 @@ async def read_body(request: Request, core: Core, kind: type[Kind], most: int | 
     long; `BodyError` if `kind` refuses it; `ClientGone` if the client disconnects.
     """
     _check_content_type(request)
-    options = core.options
-    most = options.max_body_bytes if most is None else most
+    most = core.options.max_body_bytes if most is None else most
     length = request.headers.get("content-length", "")
     if length.isdecimal() and len(length) < 18 and int(length) <= most:
         await core.check_body_size(int(length), kind.most_prompts)
     try:
-        async with asyncio.timeout(options.body_timeout_s):
+        async with asyncio.timeout(BODY_S):
             body = await _read_bytes(request, most)
     except TimeoutError as error:
-        message = f"the body did not arrive within {options.body_timeout_s:g} s"
+        message = f"the body did not arrive within {BODY_S:g} s"
         raise RequestError(408, message, "timeout", headers=_CLOSE) from error
     except ClientDisconnect as error:
         raise ClientGone from error
 
     def parsed() -> Kind:
-        return parse_body(kind, parse_json(body, options.max_depth))
+        return parse_body(kind, parse_json(body))
 
     return parsed() if len(body) < _LARGE else await core.run_in_thread(parsed)
 
@@ -107,17 +109,17 @@ async def _discard_body(chunks: AsyncIterator[bytes]) -> None:
         return
 
 
-def parse_json(body: bytes, max_depth: int) -> Any:
-    """Returns the value of JSON text. Raises `RequestError` if it is not JSON, or nested deeper than `max_depth`."""
+def parse_json(body: bytes) -> Any:
+    """Returns the value of JSON text. Raises `RequestError` if it is not JSON, or nested too deep."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=refuse_json_constant, parse_float=_parse_finite)
     except UnicodeDecodeError as error:
         raise RequestError(400, f"the body is not UTF-8 at byte {error.start}", "invalid_json") from error
     except RecursionError as error:
-        raise _json_depth_error(max_depth) from error
+        raise _json_depth_error() from error
     except ValueError as error:  # not JSON, or a number with thousands of digits
         raise RequestError(400, f"the body is not JSON: {first_message_line(error)}", "invalid_json") from error
-    _check_json_depth(value, max_depth)
+    _check_json_depth(value)
     return value
 
 
@@ -127,10 +129,10 @@ def _parse_finite(text: str) -> float:
     return number
 
 
-def _check_json_depth(value: Any, most: int) -> None:
-    """Raises `RequestError` if the lists and objects in `value` are nested deeper than `most`."""
+def _check_json_depth(value: Any) -> None:
+    """Raises `RequestError` if the lists and objects in `value` are nested too deep."""
     level = [value]
-    for _ in range(most):
+    for _ in range(_MOST_DEPTH):
         level = [
             inner
             for outer in level
@@ -140,14 +142,14 @@ def _check_json_depth(value: Any, most: int) -> None:
         ]
         if not level:
             return
-    raise _json_depth_error(most)
+    raise _json_depth_error()
 
 
-def _json_depth_error(most: int) -> RequestError:
-    return RequestError(400, f"the body is nested deeper than {most} levels", "too_deep")
+def _json_depth_error() -> RequestError:
+    return RequestError(400, f"the body is nested deeper than {_MOST_DEPTH} levels", "too_deep")
 
 
-async def run_unless_client_gone(request: Request, work: Coroutine[Any, Any, Some]) -> Some:
+async def run_unless_client_gone(request: Request, work: Awaitable[Some]) -> Some:
     """Returns the result of `work`; if the client closes the connection, cancels `work` and raises `ClientGone`."""
     task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
@@ -181,27 +183,22 @@ async def stream_response(
     request: Request,
     core: Core,
     frames: AsyncGenerator[bytes, None],
-    dialect: str = OPENAI,
     on_error: Callable[[RequestError], bytes] | None = None,
 ) -> Response:
     """Returns a response that streams frames of server-sent events (see `event_bytes`) as they are yielded.
 
     Waits for the first frame, so that an error before it gets its own HTTP status. A later error becomes the last event
-    of the stream: the frame that `on_error` returns or, if None, the error object of `dialect`. Closes `frames` when
-    the client disconnects.
+    of the stream: the frame that `on_error` returns or, if None, OpenAI's error object. Closes `frames` when the
+    client disconnects.
     """
-    first = await run_unless_client_gone(request, _first_frame(frames))
+    first = await run_unless_client_gone(request, anext(frames, b""))
     return EventSourceResponse(
-        _frames_until_error(first, frames, on_error or (lambda error: event_bytes(error.body(dialect)))),
-        ping=core.options.ping_s,
+        _frames_until_error(first, frames, on_error or (lambda error: event_bytes(error.body()))),
+        ping=_PING_S,
         ping_message_factory=lambda: ServerSentEvent(comment="waiting", sep="\n"),
         shutdown_grace_period=core.options.drain_s + 5,
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"},
     )
-
-
-async def _first_frame(frames: AsyncIterator[bytes]) -> bytes:
-    return await anext(frames, b"")
 
 
 async def _frames_until_error(

@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_zip.engine import Engine, Figures
 from mlx_zip.server.answers.turn import Done
-from mlx_zip.server.core import Core
 
 NOW = ("running", "waiting", "sessions", "session_bytes", "disk_bytes", "memory_bytes", "peak_memory_bytes")
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
@@ -24,20 +23,20 @@ SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 class Metrics:
     """Metrics of one server: figures of the engine, requests by route and status, and durations of answers."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(core.engine))
+        self._registry.register(_EngineCollector(engine))
         self._requests = Counter("mlx_zip_http_requests", "HTTP requests", ["route", "status"], registry=self._registry)
         self._first_id = self._make_histogram(
             "first_id_seconds", "Seconds from a request to the first id of its answer"
         )
         self._total = self._make_histogram("answer_seconds", "Seconds from a request to the end of its answer")
-        core.on_done.append(self._observe_answer)
 
     def _make_histogram(self, name: str, purpose: str) -> Histogram:
         return Histogram(f"mlx_zip_{name}", purpose, buckets=SECONDS, registry=self._registry)
 
-    def _observe_answer(self, done: Done) -> None:
+    def observe_answer(self, done: Done) -> None:
+        """Adds the times of an answer that has ended."""
         self._first_id.observe(done.counts.first_id_s)
         self._total.observe(done.counts.total_s)
 

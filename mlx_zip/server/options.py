@@ -21,12 +21,9 @@ class Options:
     model's own. packs: name -> pack that requests can choose. api_key: key that requests must have, None for none.
     open_paths: paths that need no key; a path that ends in * stands for all paths with this prefix. allowed_origins:
     web origins that browsers may call from besides the server's own, "*" for all. hosts: allowed names in the Host
-    header, None for any. max_body_bytes: maximum size of a request's body. max_depth: maximum nesting of the body's
-    JSON. body_timeout_s: time within which a body must arrive. stall_timeout_s: time after which a client that reads
-    nothing is disconnected. ping_s: time between comments in a stream that has nothing else to send. session_files:
-    folder for saved sessions, None for none. drain_s: time that answers in flight have to end when the server stops.
-    max_responses, max_responses_bytes: maximum number and memory of stored OpenAI Responses. responses_folder: folder
-    that keeps stored responses over restarts, None to keep them in memory only. show_text: whether reports of where a
+    header, None for any. max_body_bytes: maximum size of a request's body. session_files: folder for saved sessions,
+    None for none. drain_s: time that answers in flight have to end when the server stops. responses_folder: folder that
+    keeps stored OpenAI Responses over restarts, None to keep them in memory only. show_text: whether reports of where a
     prompt differs from a kept conversation show the text; if not, letters and digits are masked.
     """
 
@@ -42,13 +39,7 @@ class Options:
     allowed_origins: Sequence[str] = ()
     hosts: frozenset[str] | None = LOOPBACK
     max_body_bytes: int = 32 << 20
-    max_depth: int = 100
-    body_timeout_s: float = 60.0
-    stall_timeout_s: float = 60.0
-    ping_s: float = 15.0
     session_files: Path | None = None
     drain_s: float = 10.0
-    max_responses: int = 1000
-    max_responses_bytes: int = 128 << 20
     responses_folder: Path | None = None
     show_text: bool = False

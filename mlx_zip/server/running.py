@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app or make_app(core),
-                http=_connection_class(core.options),
+                http=_Connection,
                 ws="none",
                 log_level=log_level.lower(),
                 log_config=None,
@@ -148,20 +148,15 @@ def serve(engine: Engine, options: Options, listener: socket.socket, log_level: 
 
 # ---- a connection, with limits for clients that are slow, have closed one side or send invalid HTTP
 
+HEAD_S = 60.0  # time within which a request's head must arrive
+STALL_S = 60.0  # time after which a client that reads nothing is disconnected
 MOST_BEGUN = 100  # bytes of a request's beginning that are kept; they may not be HTTP
 MOST_AHEAD = 64 << 10  # bytes of further requests that are read while one is answered
 HALF_CLOSED_S = 0.25  # time for which a client that has closed its sending side still gets an answer
 LINGER_S, LINGER_BYTES = 2.0, 64 << 20  # limits of reading the rest of a refused request after its answer
 
 
-def _connection_class(options: Options) -> type[H11Protocol]:
-    return type("Connection", (_Connection,), {"head_s": options.body_timeout_s, "stall_s": options.stall_timeout_s})
-
-
 class _Connection(H11Protocol):
-    """A connection. head_s: time limit for a request's head. stall_s: time limit for a client that does not read."""
-
-    head_s = stall_s = 60.0
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
     _linger_timer: asyncio.TimerHandle | None = None
@@ -205,7 +200,7 @@ class _Connection(H11Protocol):
         """Starts the timer if the connection waits for a request's head, and stops it otherwise."""
         waits = self._is_waiting_for_head
         if waits and self._head_timer is None and not self.transport.is_closing():
-            self._head_timer = self.loop.call_later(self.head_s, self.transport.abort)
+            self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
         elif not waits:
             self._head_timer = _cancel_timer(self._head_timer)
 
@@ -240,7 +235,7 @@ class _Connection(H11Protocol):
     def pause_writing(self) -> None:
         """Starts the timer that disconnects a client that does not read."""
         super().pause_writing()
-        self._stall_timer = self._stall_timer or self.loop.call_later(self.stall_s, self.transport.abort)
+        self._stall_timer = self._stall_timer or self.loop.call_later(STALL_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -48,7 +48,7 @@ def session_routes(core: Core) -> list[Route]:
 
     async def purge(request: Request) -> Response:
         """Forgets all sessions and all stored responses, in memory and on disk."""
-        responses = sum(forget() for forget in core.on_purge)
+        responses = core.responses.clear()
         return json_response({"deleted": await core.run_in_thread(core.engine.purge_sessions), "responses": responses})
 
     async def drop(request: Request) -> Response:

@@ -44,7 +44,7 @@ def chat():
         yield served
 
 
-PACKS = {"chat": Pack(((5, 6), (7, 8)), name="chat"), "web": Pack(((5, 9),), name="web")}
+PACKS = {"chat": Pack(((5, 6), (7, 8)), name="chat"), "web": Pack(((5, 9),), name="web"), "wrong": Pack(((10**6, 1),))}
 
 
 def raced(chat, **body):
@@ -59,7 +59,9 @@ def test_the_state_shows_models_packs_and_what_can_be_raced_against(chat):
     assert "the stories model knows the roles user and assistant only" in refused
     assert state["models"][0] == {"name": "stories", "hypertokens": True, "loaded": True, "base": "plain"}
     assert [(m["name"], m["hypertokens"]) for m in state["models"][1:]] == [("plain", False)]
-    assert [(pack["name"], pack["entries"]) for pack in state["packs"]] == [("chat", 2), ("web", 1)]
+    assert [(pack["name"], pack["entries"]) for pack in state["packs"]] == [("chat", 2), ("web", 1), ("wrong", 1)]
+    assert [pack["reason"] is None for pack in state["packs"]] == [True, True, False]
+    assert "no base id" in state["packs"][2]["reason"]
     assert [(base["name"], base["kind"]) for base in state["race"]] == [("plain", "control"), ("off", "off")]
     assert state["defaults"]["system"] == ""
     assert state["defaults"]["sampling"].keys() >= {"temp", "top_p", "top_k", "min_p", "seed", "max_tokens"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_zip.apps.chat import database, database_file, schema
+from mlx_zip.apps.chat import database, database_file
 from mlx_zip.apps.chat.database_file import StoreError, open_file
 from mlx_zip.apps.chat.running_answers import new_message
 from mlx_zip.apps.chat.store import CUT, Store
@@ -197,15 +197,15 @@ def test_pinned_conversations_come_first_then_folders_by_name_then_the_others(fi
 
 
 def test_the_tables_are_made_whole_or_not_at_all(monkeypatch):
-    whole = schema._STATEMENTS
+    whole = database_file._STATEMENTS
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
-        monkeypatch.setattr(schema, "_STATEMENTS", (*whole, "nonsense"))
+        monkeypatch.setattr(database_file, "_STATEMENTS", (*whole, "nonsense"))
         with pytest.raises(sqlite3.OperationalError):
-            schema.make_tables(db)
-        assert schema.schema_version(db) == db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        monkeypatch.setattr(schema, "_STATEMENTS", whole)
-        schema.make_tables(db)
-        assert schema.schema_version(db) == schema.VERSION
+            database_file.make_tables(db)
+        assert database_file.schema_version(db) == db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        monkeypatch.setattr(database_file, "_STATEMENTS", whole)
+        database_file.make_tables(db)
+        assert database_file.schema_version(db) == database_file.VERSION
 
 
 def test_messages_that_are_each_other_s_parents_end_a_path_and_not_the_program(file):

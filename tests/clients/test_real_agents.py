@@ -82,7 +82,7 @@ def served():
     """A server, with the ends of its answers in `done`."""
     with serving(Scripted(script), Options(max_tokens=4096, show_text=True)) as running:
         running.done = []
-        running.core.on_done.append(running.done.append)
+        running.core.metrics.observe_answer = running.done.append
         yield running
 
 

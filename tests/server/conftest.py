@@ -20,11 +20,11 @@ def server_of_the_file() -> Iterator[Served]:
 def served(server_of_the_file: Served) -> Iterator[Served]:
     """A server with an engine that replays one answer and was told nothing yet; started once for a file.
 
-    A test may put another `answer` in place of the core's.
+    A test may put another `answers` in place of the core's.
     """
     engine = server_of_the_file.core.engine
     assert isinstance(engine, FakeEngine)
     assert until(lambda: not engine.figures().running)
     engine.told = Told()
     yield server_of_the_file
-    vars(server_of_the_file.core).pop("answer", None)
+    vars(server_of_the_file.core).pop("answers", None)

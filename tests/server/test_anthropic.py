@@ -61,7 +61,7 @@ def test_a_long_prompt_is_bridged_by_pings():
 
 
 def test_anthropics_client_collects_reasoning_and_calls_of_tools(served):
-    served.core.answer = replay(ANSWERS["reasoning, text and two calls"])
+    served.core.answers = replay(ANSWERS["reasoning, text and two calls"])
     asked = ASKED | {"tools": [ADD], "thinking": {"type": "enabled", "budget_tokens": 1024}}
     whole = client(served).messages.create(**asked)
     with client(served).messages.stream(**asked) as stream:
@@ -75,7 +75,7 @@ def test_anthropics_client_collects_reasoning_and_calls_of_tools(served):
 
 
 def test_anthropics_client_sends_back_what_it_received(served):
-    served.core.answer = replay(ANSWERS["reasoning, text and two calls"])
+    served.core.answers = replay(ANSWERS["reasoning, text and two calls"])
     first = client(served).messages.create(**ASKED, tools=[ADD])
     results = [
         {"type": "tool_result", "tool_use_id": block.id, "content": "3"}
@@ -84,7 +84,7 @@ def test_anthropics_client_sends_back_what_it_received(served):
     ]
     history = [USER, first.to_param(), {"role": "user", "content": results}]
     client(served).messages.create(**ASKED | {"messages": history}, tools=[ADD])
-    messages = served.core.answer.turns[-1].messages
+    messages = served.core.answers.turns[-1].messages
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert (messages[1]["reasoning_content"], len(messages[1]["tool_calls"])) == ("Add.", 2)
 
@@ -94,13 +94,13 @@ class Sum(BaseModel):
 
 
 def test_anthropics_client_parses_structured_output(served):
-    served.core.answer = replay([Text('{"total": 4}'), Done("stop", COUNTS)])
+    served.core.answers = replay([Text('{"total": 4}'), Done("stop", COUNTS)])
     for api in (client(served).messages, client(served).beta.messages):
         parsed = api.parse(**ASKED, output_format=Sum)
         assert parsed.parsed_output == Sum(total=4)
-        assert served.core.answer.turns[-1].schema["required"] == ["total"]
+        assert served.core.answers.turns[-1].schema["required"] == ["total"]
         api.create(**ASKED | {"messages": [USER, {"role": "assistant", "content": parsed.content}, USER]})
-        assert served.core.answer.turns[-1].messages[1]["content"] == '{"total": 4}'
+        assert served.core.answers.turns[-1].messages[1]["content"] == '{"total": 4}'
 
 
 def test_a_stop_sequence_is_named(served):

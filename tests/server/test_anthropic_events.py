@@ -8,8 +8,10 @@ from pydantic import TypeAdapter
 
 from mlx_zip.server.anthropic.bodies import MessagesBody
 from mlx_zip.server.anthropic.messages import SIGNATURE, MessageBuilder
+from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import parse_body
 from support.answers import ANSWERS, BEGINNINGS
+from support.http_server import events
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
 BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
@@ -122,6 +124,7 @@ def test_reasoning_that_is_to_be_omitted_leaves_a_signed_block_without_text():
 @pytest.mark.parametrize("kind", BEGINNINGS)
 def test_an_answer_that_fails_ends_with_an_error_event(kind):
     answer = builder()
-    events = [event for delta in BEGINNINGS[kind] for event in answer.add(delta)]
-    events += answer.fail("api_error", "the engine has stopped")
-    assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "the engine has stopped"}}
+    for delta in BEGINNINGS[kind]:
+        answer.add(delta)
+    (told,) = events(answer.failure_frame(RequestError(500, "the engine has stopped")))
+    assert told == {"type": "error", "error": {"type": "api_error", "message": "the engine has stopped"}}

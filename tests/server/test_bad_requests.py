@@ -20,8 +20,11 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(FakeEngine(), Options(max_body_bytes=100_000, body_timeout_s=1.0)) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in ("http.BODY_S", "running.HEAD_S"):
+            patch.setattr(f"mlx_zip.server.{limit}", 1.0)
+        with serving(FakeEngine(), Options(max_body_bytes=100_000)) as server:
+            yield server
 
 
 def with_message(**fields):

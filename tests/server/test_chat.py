@@ -8,9 +8,11 @@ import openai
 import pytest
 
 from mlx_zip.errors import EngineError
+from mlx_zip.server.answers.turn import Done, Text, Waiting
 from mlx_zip.server.options import Options
+from support.answers import COUNTS
 from support.fake_engine import FakeEngine, Script, tokenizer
-from support.http_server import events, post, serving
+from support.http_server import events, post, replay, serving
 from support.tool_templates import with_tools
 
 TEXT = "Once upon a time there was a boat."
@@ -246,3 +248,11 @@ def test_a_prompt_that_is_too_long_is_refused(served):
 def test_what_is_sent_is_json_in_utf8(served):
     answer = served.chat()
     assert json.loads(answer.body.decode("utf-8"))
+
+
+def test_a_chat_stream_says_that_it_waits_in_a_comment_only():
+    with serving(FakeEngine()) as served:
+        served.core.answers = replay([Waiting(0, 0), Waiting(0, 0, waits_for="b"), Text("Hi"), Done("stop", COUNTS)])
+        body = served.chat(stream=True).body
+    assert b": waiting for another model" in body
+    assert sum(one["choices"][0]["delta"].get("role") == "assistant" for one in events(body)[:-1]) == 1

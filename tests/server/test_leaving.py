@@ -143,9 +143,10 @@ def test_prompts_to_be_scored_are_bounded_and_those_of_clients_that_left_do_not_
 
 
 @pytest.mark.slow
-def test_a_stream_that_nobody_reads_is_given_up():
+def test_a_stream_that_nobody_reads_is_given_up(monkeypatch):
+    monkeypatch.setattr("mlx_zip.server.running.STALL_S", 0.5)
     engine = FakeEngine(Script(text="Once upon a time. " * 400))
-    with serving(engine, Options(stall_timeout_s=0.5)) as served:
+    with serving(engine) as served:
         fields = {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}
         with served.raw(post(PATH, body(**fields))):
             assert until(lambda: served.server.server_state.connections)

@@ -6,8 +6,7 @@ import random
 import pytest
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.answers.constraint import make_grammar_constraint
-from mlx_zip.server.answers.marked_calls import FORMATS
+from mlx_zip.server.answers.constraint import FORMATS, make_grammar_constraint
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.turn import Tool, ToolCall, Turn
 from support.sampling_answers import sampled, text_of

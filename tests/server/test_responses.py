@@ -46,7 +46,7 @@ def test_each_event_is_named_on_the_wire(served):
 
 
 def test_openais_client_collects_calls_of_tools(served):
-    served.core.answer = replay(ANSWERS["reasoning, text and two calls"])
+    served.core.answers = replay(ANSWERS["reasoning, text and two calls"])
     asked = {"model": "stories", "input": "Hi", "tools": [ADD]}
     whole = client(served).responses.create(**asked)
     with client(served).responses.stream(**asked) as stream:
@@ -59,7 +59,7 @@ def test_openais_client_collects_calls_of_tools(served):
 
 
 def test_openais_client_sends_back_what_it_received(served):
-    served.core.answer = replay(ANSWERS["reasoning, text and two calls"])
+    served.core.answers = replay(ANSWERS["reasoning, text and two calls"])
     first = client(served).responses.create(model="stories", input="Hi", tools=[ADD], store=False)
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
@@ -68,9 +68,9 @@ def test_openais_client_sends_back_what_it_received(served):
     ]
     history = [{"role": "user", "content": "Hi"}, *first.output, *results]
     client(served).responses.create(model="stories", input=history, tools=[ADD])
-    roles = [message["role"] for message in served.core.answer.turns[-1].messages]
+    roles = [message["role"] for message in served.core.answers.turns[-1].messages]
     assert roles == ["user", "assistant", "tool", "tool"]
-    assert served.core.answer.turns[-1].messages[1]["reasoning_content"] == "Add."
+    assert served.core.answers.turns[-1].messages[1]["reasoning_content"] == "Add."
 
 
 class Sum(BaseModel):
@@ -78,10 +78,10 @@ class Sum(BaseModel):
 
 
 def test_openais_client_parses_structured_output(served):
-    served.core.answer = replay([Text('{"total": 4}'), Done("stop", COUNTS)])
+    served.core.answers = replay([Text('{"total": 4}'), Done("stop", COUNTS)])
     parsed = client(served).responses.parse(model="stories", input="2 + 2", text_format=Sum)
     assert parsed.output_parsed == Sum(total=4)
-    assert served.core.answer.turns[-1].schema["properties"].keys() == {"total"}
+    assert served.core.answers.turns[-1].schema["properties"].keys() == {"total"}
     with client(served).responses.stream(model="stories", input="2 + 2", text_format=Sum) as stream:
         assert stream.get_final_response().output_parsed == Sum(total=4)
 
@@ -113,9 +113,9 @@ def test_a_response_can_follow_a_stored_one(served):
     assert items[1].content[0].text == TEXT
     prompts = [list(submission.base_ids) for submission in served.core.engine.told.submissions]
     assert len(prompts[1]) > len(prompts[0])
-    served.core.answer = replay(ANSWERS["text"])
+    served.core.answers = replay(ANSWERS["text"])
     responses.create(model="stories", input="Go on", previous_response_id=second.id)
-    assert [message["content"] for message in served.core.answer.turns[-1].messages] == [
+    assert [message["content"] for message in served.core.answers.turns[-1].messages] == [
         "Hi",
         TEXT,
         "And then?",
@@ -163,9 +163,9 @@ def test_a_response_that_is_not_to_be_stored_is_not(served):
 def test_items_of_stored_responses_can_be_referred_to(served):
     first = client(served).responses.create(model="stories", input="Hi")
     items = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": first.output[0].id}]
-    served.core.answer = replay(ANSWERS["text"])
+    served.core.answers = replay(ANSWERS["text"])
     client(served).responses.create(model="stories", input=[*items, {"role": "user", "content": "Go on"}])
-    assert [message["content"] for message in served.core.answer.turns[-1].messages] == ["Hi", TEXT, "Go on"]
+    assert [message["content"] for message in served.core.answers.turns[-1].messages] == ["Hi", TEXT, "Go on"]
     answer = ask(served, input=[{"type": "item_reference", "id": "msg_0"}])
     assert (answer.status, answer.json["error"]["param"]) == (404, "input.0.id")
 

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_zip.engine import Counts, Emitted, Finished, Origin, Started
+from mlx_zip.engine import Counted, Counts, Emitted, Finished, Origin, Started
 from mlx_zip.packs.pack import Pack
 from mlx_zip.server.answers.answer_deltas import AnswerDeltas
-from mlx_zip.server.answers.splitter import Splitter
-from mlx_zip.server.answers.turn import Done, LearnedEntries, LiveCounts, Reasoning, Text, Tool, ToolCall, Turn
+from mlx_zip.server.answers.turn import Done, LearnedEntries, Reasoning, Text, Tool, ToolCall, Turn
 from mlx_zip.server.options import Options
 from mlx_zip.text.token_facts import TokenTexts
 from mlx_zip.text.tokenizers import REPLACEMENT
@@ -46,8 +45,7 @@ def asked(**fields):
 
 def answered(vocab, turn, expansions, reason="length"):
     """The deltas of an answer whose ids expand to these base ids; those of several are hypertokens."""
-    splitter = Splitter(vocab, turn)
-    answering = AnswerDeltas(vocab, turn, splitter, TokenTexts(vocab), lambda: None)
+    answering = AnswerDeltas(vocab, turn, (), TokenTexts(vocab))
     deltas = answering.add_event(Started(5, 0, 5))
     for nth, base_ids in enumerate(expansions):
         one = base_ids[0] if len(base_ids) == 1 else len(vocab) + nth
@@ -161,10 +159,10 @@ def test_entries_and_figures_come_beside_the_text_when_they_are_wanted():
     assert next(delta for delta in deltas if isinstance(delta, LearnedEntries)).entries[0] == tuple(
         TokenTexts(vocab)[(one,)][0] for one in (5, 6)
     )
-    assert isinstance(deltas[-2], LiveCounts)
+    assert isinstance(deltas[-2], Counted)
     assert isinstance(deltas[-1], Done)
     plain = answered(vocab, Turn(messages=USER), [[5, 6], [7]])
-    assert not any(isinstance(delta, LearnedEntries | LiveCounts) for delta in plain)
+    assert not any(isinstance(delta, LearnedEntries | Counted) for delta in plain)
     assert all(delta.tokens == () for delta in texts(plain))
 
 
@@ -242,16 +240,3 @@ def test_packs_that_cannot_be_merged_are_a_request_s_error():
         answer = served.chat(pack=["x", "y"])
     assert answer.status == 400
     assert "different tokenizers" in answer.json["error"]["message"]
-
-
-def test_packs_are_listed_with_their_entries_and_why_they_do_not_fit():
-    import asyncio
-
-    from mlx_zip.server.core import Core
-
-    core = Core(FakeEngine(), Options(packs=PACKS))
-    found = {one.name: one for one in asyncio.run(core.packs())}
-    core.close()
-    assert [found[name].entries for name in PACKS] == [2, 1, 1]
-    assert [found[name].reason is None for name in PACKS] == [True, True, False]
-    assert "no base id" in found["wrong"].reason

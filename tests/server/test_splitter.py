@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.server.answers import splitter as parts
+from mlx_zip.server.answers.answer_deltas import PlacedTokens
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.turn import Reasoning, Text, TokenLogprob, Tool, ToolCall, Turn
 from support.tool_templates import KINDS, with_tools
@@ -158,10 +159,12 @@ def test_reasoning_is_shown_as_it_comes():
 
 
 def test_log_probabilities_stay_with_the_text_of_their_tokens():
-    splitter = Splitter(TOKENIZERS["tags"], asked())
-    deltas = []
+    tokens, deltas, characters = PlacedTokens(), [], 0
+    splitter = Splitter(TOKENIZERS["tags"], asked(), tokens_of=tokens.take)
     for n, piece in enumerate(["<think>", "a", "</think>", "\n\n", "b", " <to", "y>", f"c{CALL}"]):
-        deltas += splitter.feed(piece, [TokenLogprob(piece, piece.encode(), -float(n))])
+        characters += len(piece)
+        tokens.add(characters, None, TokenLogprob(piece, piece.encode(), -float(n)))
+        deltas += splitter.feed(piece)
     found = [(d.text, [one.text for one in d.logprobs]) for d in deltas + splitter.finish() if isinstance(d, Text)]
     assert found == [("b", ["b"]), (" <toy>", [" <to", "y>"]), ("c", [f"c{CALL}"])]
 

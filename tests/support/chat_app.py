@@ -14,7 +14,6 @@ from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
 from mlx_zip.engine.engines import Engines, OtherModel
-from mlx_zip.server.core import Core, Cores
 from mlx_zip.server.options import Options
 from mlx_zip.server.running import Server, bind_socket
 from support.fake_engine import FakeEngine
@@ -68,21 +67,19 @@ def chatting(
     system: system prompt of new conversations.
     """
     engine, store = engine or FakeEngine(), Store(file)
-    engines = Engines(engine, others)
-    core = Core(engines.main, with_open_page(Options(api_key=KEY, **options)))
-    models = Models(Cores(engines, core), open_model)
+    models = Models(Engines(engine, others), with_open_page(Options(api_key=KEY, **options)), open_model)
     listener = bind_socket("127.0.0.1", 0)
-    server = Server(core, app=make_chat_app(store, models, Settings(system=system)))
+    server = Server(models.main, app=make_chat_app(store, models, Settings(system=system)))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:
         assert until(lambda: server.started)
-        chat = Chat(listener.getsockname()[1], core, server)
+        chat = Chat(listener.getsockname()[1], models.main, server)
         chat.store = store
         yield chat
     finally:
         engine.close()
-        models.cores.close()
+        models.close()
         server.should_exit = True
         thread.join(WAIT_S)
         store.close()

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -93,15 +93,16 @@ def events(body: bytes) -> list[Any]:
 
 
 def replay(deltas: Sequence[Delta]) -> Any:
-    """Returns what can stand in place of `Core.answer`: it answers every turn with the deltas, and keeps `turns`."""
+    """Returns what can stand in place of `Core.answers`: it answers every turn with the deltas, and keeps `turns`."""
 
-    async def answer(turn: Turn, stop: Any = None) -> AsyncIterator[Delta]:
-        answer.turns.append(turn)
-        for delta in deltas:
-            yield delta
+    async def answers(turns: Sequence[Turn], inbox: Any = None) -> AsyncGenerator[tuple[int, Delta], None]:
+        answers.turns += turns
+        for index in range(len(turns)):
+            for delta in deltas:
+                yield index, delta
 
-    answer.turns = []
-    return answer
+    answers.turns = []
+    return answers
 
 
 def until(holds: Any, wait_s: float = WAIT_S) -> bool:

@@ -16,7 +16,6 @@ from mlx_zip.server.answers.turn import (
     Delta,
     Done,
     LearnedEntries,
-    LiveCounts,
     PromptDifference,
     ShownToken,
     TokenLogprob,
@@ -39,34 +38,30 @@ def mask_letters_and_digits(text: str) -> str:
 class AnswerDeltas:
     """Turns the engine's events of one answer into deltas.
 
-    tokens: texts of ids, for log-probabilities and shown tokens. splitter: finds reasoning and tool calls in the text.
-    cancel: cancels the engine's request; called when a stop string has ended the text. hide: masks texts of prompts
-    before they are reported. Attributes: `base_ids`, the answer's base ids so far, without the eos; `whole`, whether
-    the answer has ended and a later prompt that holds its text may use `base_ids` for that text.
+    prompt_ids: base ids of the prompt. tokens: texts of ids, for log-probabilities and shown tokens. hide: masks texts
+    of prompts before they are reported. Attributes: `base_ids`, the answer's base ids so far, without the eos; `whole`,
+    whether the answer has ended and a later prompt that holds its text may use `base_ids` for that text.
+
+    Raises what `Splitter` raises.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         turn: Turn,
-        splitter: Splitter,
+        prompt_ids: Sequence[int],
         tokens: TokenTexts,
-        cancel: Callable[[], None],
         hide: Callable[[str], str] = mask_letters_and_digits,
     ) -> None:
-        self.turn, self._splitter, self._tokens, self._cancel = turn, splitter, tokens, cancel
+        self.turn, self._tokens, self._hide = turn, tokens, hide
+        self._placed_tokens = PlacedTokens()
+        self._splitter = Splitter(tokenizer, turn, prompt_ids, self._placed_tokens.take)
         self._stream = TextStream(tokenizer, stop=turn.stop)
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._hide = hide
         self._ended: str | None = None  # why the text has ended, None before; the engine may still run
-        self._held: list[TokenLogprob] = []  # log-probabilities of ids whose text is held back
-        self._last: list[TokenLogprob] = []  # log-probabilities of ids that are an eos alone
         self._steps = self._hypertokens = self._accepted = self._accepted_tokens = 0
         self._unfed_base_tokens = 0  # base tokens since the splitter was last fed
         self._texts: list[str] = []
-        self._shown_tokens = ShownTokens(tokens) if turn.show else None
-        if self._shown_tokens is not None:
-            splitter.tokens_of = self._shown_tokens.take_tokens
         self._differs: PromptDifference | None = None
         self.base_ids: list[int] = []
         self.whole = False
@@ -88,7 +83,7 @@ class AnswerDeltas:
         if isinstance(event, Held):
             return [Waiting(0, 0, waits_for=event.engine)]
         if isinstance(event, Counted):
-            return [LiveCounts(event.counts)] if self._ended is None else []
+            return [event] if self._ended is None else []
         if isinstance(event, Failed):
             raise event.error
         return self._finish_answer(event)
@@ -111,21 +106,28 @@ class AnswerDeltas:
         self._unfed_base_tokens += len(piece.base_ids)
         base_ids = [i for i in piece.base_ids if i not in self._eos]
         self.base_ids += base_ids
-        if self._shown_tokens is not None:
-            self._shown_tokens.add(event, base_ids, self._stream.characters)
-        if event.logprob is not None:
-            (self._held if base_ids else self._last).append(self._token_logprob(event, event.logprob))
-        if piece.finish_reason is not None:
-            self._ended = piece.finish_reason
-            if self._hit_stop_string:
-                self._cancel()
+        self._place_token(event, base_ids)
+        self._ended = piece.finish_reason
         return [*self._feed_splitter(piece.text), *self._learned_deltas(event)]
 
     def _learned_deltas(self, event: Emitted) -> list[Delta]:
         """Returns the delta of the entries that an emitted id has installed, [] without `Turn.show`."""
-        if self._shown_tokens is None or not event.learned or self._ended is not None:
+        if not (self.turn.show and event.learned) or self._ended is not None:
             return []
         return [LearnedEntries(tuple(tuple(self._tokens[(i,)][0] for i in entry) for entry in event.learned))]
+
+    def _place_token(self, event: Emitted, base_ids: Sequence[int]) -> None:
+        """Notes which characters an emitted id stands for. base_ids: its base ids without the eos."""
+        shown = self._shown_token(event, base_ids) if self.turn.show and base_ids else None
+        logprob = None if event.logprob is None else self._token_logprob(event, event.logprob)
+        self._placed_tokens.add(self._stream.characters, shown, logprob, is_text=bool(base_ids))
+
+    def _shown_token(self, event: Emitted, base_ids: Sequence[int]) -> ShownToken:
+        """Returns an emitted id as a token without text."""
+        if event.origin is None:
+            return ShownToken("", event.id, from_draft=event.from_draft)
+        parts = tuple(self._tokens[(one,)][0] for one in base_ids)
+        return ShownToken("", event.id, parts, event.origin.kind, event.origin.at, event.from_draft)
 
     def _token_logprob(self, event: Emitted, logprob: float) -> TokenLogprob:
         shown = tuple(i for i in event.base_ids if i not in self._eos)
@@ -136,12 +138,12 @@ class AnswerDeltas:
         if not text:
             return []
         self._texts.append(text)
-        held, self._held = self._held, []
         count, self._unfed_base_tokens = self._unfed_base_tokens, 0
-        return self._splitter.feed(text, _logprobs_before_stop(held, text) if self._hit_stop_string else held, count)
+        return self._splitter.feed(text, count)
 
     @property
-    def _hit_stop_string(self) -> bool:
+    def hit_stop_string(self) -> bool:
+        """Whether a stop string has ended the text, so that the engine need not go on."""
         return self._stream.stopped_by is not None
 
     def _finish_answer(self, event: Finished) -> list[Delta]:
@@ -151,23 +153,22 @@ class AnswerDeltas:
         reason, deltas = self._ended or event.reason, []
         if self._ended is None:
             piece: TextPiece = self._stream.finish(event.reason)
-            if self._shown_tokens is not None:
-                self._shown_tokens.extend_last_token(self._stream.characters)
+            self._placed_tokens.extend_last(self._stream.characters)
             deltas = self._feed_splitter(piece.text)
             if piece.finish_reason is not None:
                 reason = piece.finish_reason
-        self.whole = not self._hit_stop_string and not self.text.endswith(REPLACEMENT)
+        self.whole = not self.hit_stop_string and not self.text.endswith(REPLACEMENT)
         deltas += self._splitter.finish(reason)
         counts = self._corrected_counts(event.counts)
         if self._splitter.called and reason == "stop":
             reason = "tool_calls"
-        live: list[Delta] = [] if self._shown_tokens is None else [LiveCounts(counts)]
+        live: list[Delta] = [Counted(counts)] if self.turn.show else []
         ended = Done(reason, counts, self._stream.stopped_by, self._splitter.reasoning_tokens, self.turn.left_out)
-        unshown = () if self._hit_stop_string else (*self._held, *self._last)
+        unshown = () if self.hit_stop_string else self._placed_tokens.logprobs_without_text()
         return [*deltas, *live, replace(ended, differs=self._differs, unshown=unshown)]
 
     def _corrected_counts(self, counts: Counts) -> Counts:
-        if not self._hit_stop_string:
+        if not self.hit_stop_string:
             return counts
         # the engine's own counts include ids that it emitted after the stop string
         return replace(
@@ -180,55 +181,49 @@ class AnswerDeltas:
         )
 
 
-def _logprobs_before_stop(logprobs: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
-    """Returns the log-probabilities of tokens that begin within `text`, without those of the stop string after it."""
-    kept, length = [], 0
-    for logprob in logprobs:
-        if length >= len(text):
-            break
-        kept.append(logprob)
-        length += len(logprob.text)
-    return kept
-
-
 # ---- the emitted ids that make up an answer's text
-
-_TokenFields = tuple[int, tuple[str, ...], str, int, bool]  # fields of `ShownToken` between `text` and `continues`
 
 
 @dataclass(eq=False)
 class _PlacedToken:
-    """A token and its characters in the answer, `begin` to `end`. shown: whether an earlier piece already has it."""
+    """A token and its characters in the answer, `begin` to `end`. shown: the token without text, None to show none.
 
-    fields: _TokenFields
-    begin: int
-    end: int
-    shown: bool = False
-
-
-class ShownTokens:
-    """Holds the tokens of one answer until `take_tokens` returns them for a piece of the answer's text.
-
-    Places are counted in characters from the answer's beginning, reasoning and tool calls included. A token whose
-    characters are in two pieces of text is returned for both pieces.
+    logprob: the token's log-probability, None if there is none or a text already has it.
     """
 
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
+    begin: int
+    end: int
+    shown: ShownToken | None
+    logprob: TokenLogprob | None
+
+
+class PlacedTokens:
+    """Holds the tokens of one answer, and their log-probabilities, until `take` returns them for a piece of its text.
+
+    Places are counted in characters from the answer's beginning, reasoning and tool calls included. A token whose
+    characters are in two pieces of text is returned for both pieces, its log-probability for the first alone.
+    """
+
+    def __init__(self) -> None:
         self._waiting: deque[_PlacedToken] = deque()
-        self._last: _PlacedToken | None = None
+        self._last: _PlacedToken | None = None  # the last token with text
         self._end = 0
 
-    def add(self, event: Emitted, base_ids: Sequence[int], characters: int) -> None:
-        """Adds an emitted id. base_ids: its base ids without the eos. characters: length of the answer with this id."""
-        if not base_ids:
-            self.extend_last_token(characters)
+    def add(
+        self, characters: int, shown: ShownToken | None, logprob: TokenLogprob | None, is_text: bool = True
+    ) -> None:
+        """Adds an emitted id. characters: length of the answer with this id. is_text: False for an eos alone."""
+        if not is_text:
+            self.extend_last(characters)
+        if shown is None and logprob is None:
             return
-        self._last = _PlacedToken(self._token_fields(event, base_ids), self._end, characters)
+        placed = _PlacedToken(self._end, characters, shown, logprob)
         self._end = characters
-        self._waiting.append(self._last)
+        self._waiting.append(placed)
+        if is_text:
+            self._last = placed
 
-    def extend_last_token(self, characters: int) -> None:
+    def extend_last(self, characters: int) -> None:
         """Assigns the characters that replace incomplete UTF-8 at the answer's end to the last token.
 
         characters: length of the answer with these characters.
@@ -241,22 +236,26 @@ class ShownTokens:
             self._waiting.append(last)
         last.end = characters
 
-    def take_tokens(self, begin: int, text: str) -> tuple[ShownToken, ...]:
-        """Returns the tokens of `text`, which begins at character `begin`, and drops the tokens before `begin`."""
-        end, found = begin + len(text), []
+    def take(self, begin: int, text: str) -> tuple[tuple[TokenLogprob, ...], tuple[ShownToken, ...]]:
+        """Returns the log-probabilities of the tokens that begin in `text`, and all tokens of `text`.
+
+        begin: index of the first character of `text`. Drops the tokens before it.
+        """
+        end, logprobs, tokens = begin + len(text), list[TokenLogprob](), list[ShownToken]()
         while self._waiting and (placed := self._waiting[0]).begin < end:
-            if placed.end > begin or placed.begin >= begin:
-                part = text[max(placed.begin - begin, 0) : placed.end - begin]
-                found.append(ShownToken(part, *placed.fields, placed.shown))
-                placed.shown = True
+            if placed.logprob is not None and placed.begin >= begin:
+                logprobs.append(placed.logprob)
+            placed.logprob = None
+            if placed.shown is not None and (placed.end > begin or placed.begin >= begin):
+                tokens.append(replace(placed.shown, text=text[max(placed.begin - begin, 0) : placed.end - begin]))
+                placed.shown = replace(placed.shown, continues=True)
             if placed.end > end:
                 placed.begin = end
                 break
             self._waiting.popleft()
-        return tuple(found)
+        return tuple(logprobs), tuple(tokens)
 
-    def _token_fields(self, event: Emitted, base_ids: Sequence[int]) -> _TokenFields:
-        if event.origin is None:
-            return event.id, (), "", -1, event.from_draft
-        parts = tuple(self._texts[(one,)][0] for one in base_ids)
-        return event.id, parts, event.origin.kind, event.origin.at, event.from_draft
+    def logprobs_without_text(self) -> tuple[TokenLogprob, ...]:
+        """Returns the log-probabilities of the last tokens that have added no text: an eos, part of a character."""
+        at_end = (placed for placed in self._waiting if placed.begin >= self._end)
+        return tuple(placed.logprob for placed in at_end if placed.logprob is not None)

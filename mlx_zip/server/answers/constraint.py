@@ -1,18 +1,23 @@
-"""Turns JSON schemas and forced tool calls into a `Constraint` on the answer, for the engine."""
+"""Turns JSON schemas and forced tool calls into a `Constraint` on the answer, for the engine.
+
+Some models write each argument of a call between marks, as in XML, instead of one JSON object: see `FORMATS`.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.answers import marked_calls
 from mlx_zip.server.answers.splitter import ReasoningStart, reasoning_start
 from mlx_zip.server.answers.tool_formats import ToolFormat, tool_format
 from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.text.grammar import (
     GrammarConstraint,
+    grammar_vocabulary,
     json_rule,
     literal_rule,
     mark_rule,
@@ -20,12 +25,12 @@ from mlx_zip.text.grammar import (
     terminal_without_mark,
 )
 from mlx_zip.text.prompts import encode_text
-from mlx_zip.text.tokenizers import thinking_marks
+from mlx_zip.text.tokenizers import single_token_id, thinking_marks
 
 MOST_CALLS = 16  # maximum calls in one answer whose calls are forced
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _EMPTY_OBJECT = {"type": "object", "properties": {}, "required": []}
-_ANNOTATIONS = frozenset({"title", "description", "$schema", "$id", "$comment"})
+_NOTES = frozenset({"title", "description", "$schema", "$id", "$comment"})
 
 
 def make_grammar_constraint(
@@ -69,16 +74,15 @@ def _start_rules(tokenizer: Any, reasons: ReasoningStart) -> list[str]:
 def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
     """Returns the rule `body`, for the text after the reasoning, with the rules it needs; None to allow any text."""
     tools = turn.tools if turn.tool_choice != "none" else ()
-    forced = bool(tools) and turn.tool_choice != "auto"
+    forced, strict = bool(tools) and turn.tool_choice != "auto", any(tool.strict for tool in tools)
     schema = None if turn.schema is None or forced else f"answer: {json_rule(turn.schema)}"
-    if not (forced or any(tool.strict for tool in tools)):
-        return None if schema is None else _schema_rules(tokenizer, schema, tools, turn.parallel_tool_calls)
+    if schema is None and not (forced or strict):
+        return None
+    if schema is not None and not tools:
+        return ["body: answer", schema]
     form = tool_format(tokenizer)
-    if not form.can_force:
-        raise GenerationError(
-            f"tools: this model writes calls in the format {form.kind}, which cannot be forced; leave tool_choice at "
-            "auto and strict off"
-        )
+    if not (form.is_json or form.kind in FORMATS):
+        raise _format_error(form, forced or strict)
     chosen = tools if turn.tool_choice in ("auto", "required") else _tools_named(tools, turn.tool_choice)
     calls = _calls_rules(tokenizer, form, chosen, turn.parallel_tool_calls and turn.tool_choice in ("auto", "required"))
     if forced:
@@ -88,17 +92,13 @@ def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
     return [*_free_text_rules(tokenizer, form, turn.parallel_tool_calls), *calls]
 
 
-def _schema_rules(tokenizer: Any, schema: str, tools: Sequence[Tool], several: bool) -> list[str]:
-    """Returns the rules for an answer that follows a schema or, if there are tools, consists of tool calls.
-
-    schema: the rule `answer`. several: whether to allow more than one call.
-    """
-    if not tools:
-        return ["body: answer", schema]
-    form = tool_format(tokenizer)
-    if not form.can_force:
-        raise GenerationError(f"a schema and tools cannot go together in this model's format of calls, {form.kind}")
-    return ["body: answer | calls", schema, *_calls_rules(tokenizer, form, tools, several)]
+def _format_error(form: ToolFormat, forced: bool) -> GenerationError:
+    if not forced:
+        return GenerationError(f"a schema and tools cannot go together in this model's format of calls, {form.kind}")
+    return GenerationError(
+        f"tools: this model writes calls in the format {form.kind}, which cannot be forced; leave tool_choice at "
+        "auto and strict off"
+    )
 
 
 def _tools_named(tools: Sequence[Tool], name: str) -> list[Tool]:
@@ -109,26 +109,19 @@ def _tools_named(tools: Sequence[Tool], name: str) -> list[Tool]:
 
 
 def _calls_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], several: bool) -> list[str]:
-    """Returns the rule `calls`, for one call or, if `several`, up to `MOST_CALLS`; and the rules it needs."""
+    """Returns the rule `calls`, for one call or, if `several`, up to `MOST_CALLS`; and the rules it needs.
+
+    One of them is `after_start`, for the text after a start mark.
+    """
     start = mark_rule(tokenizer, form.start) if form.start else ""
     most = MOST_CALLS if several and form.start else 1
-    between = '"\\n"' if form.kind == "tags" else _text_before_call_rule(form)
-    if _groups_calls(form):
-        calls = f"{start} {_after_start_rule(tokenizer, form, most)}"
-    else:
-        calls = (
-            f"({start} after_start) ({between} {start} after_start){{0,{most - 1}}}"
-            if most > 1
-            else f"{start} after_start"
-        )
-    return [f"calls: {calls}", *_after_start_rules(tokenizer, form, tools, most)]
-
-
-def _after_start_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], most: int) -> list[str]:
-    """Returns the rule `after_start`, for the text after a start mark, and the rules it needs. most: maximum calls."""
+    calls = f"{start} after_start"
+    if most > 1 and not _groups_calls(form):
+        between = '"\\n"' if form.kind == "tags" else _text_before_call_rule(form)
+        calls = f"({calls}) ({between} {calls}){{0,{most - 1}}}"
     choices = " | ".join(f"call_{i}" for i in range(len(tools)))
-    calls = [rule for i, tool in enumerate(tools) for rule in _call_rules(tokenizer, form, tool, f"call_{i}")]
-    return [f"after_start: {_after_start_rule(tokenizer, form, most)}", f"call: {choices}", *calls]
+    rules = [f"calls: {calls}", f"after_start: {_after_start_rule(tokenizer, form, most)}", f"call: {choices}"]
+    return rules + [rule for i, tool in enumerate(tools) for rule in _call_rules(tokenizer, form, tool, f"call_{i}")]
 
 
 def _after_start_rule(tokenizer: Any, form: ToolFormat, most: int) -> str:
@@ -138,20 +131,21 @@ def _after_start_rule(tokenizer: Any, form: ToolFormat, most: int) -> str:
     if form.kind == "list":
         more = _repeat_rule('", " call', most - 1)
         return f'" "? "[" call {more} "]"'
-    if form.kind in marked_calls.FORMATS:
+    if form.kind in FORMATS:
         more = _repeat_rule("call", most - 1) if _groups_calls(form) else ""
         return f"{_text_before_call_rule(form)} call {more} {mark_rule(tokenizer, form.end)}"
     return "call"
 
 
 def _groups_calls(form: ToolFormat) -> bool:
-    marked = marked_calls.FORMATS.get(form.kind)
+    marked = FORMATS.get(form.kind)
     return form.kind == "list" if marked is None else marked.grouped
 
 
 def _text_before_call_rule(form: ToolFormat) -> str:
     """Returns the rule for the text before a call in a format with marked arguments, "" if there is none."""
-    return marked_calls.rule_before_first_call(form.kind) if form.kind in marked_calls.FORMATS else ""
+    marked = FORMATS.get(form.kind)
+    return literal_rule(marked.lead) if marked is not None and marked.lead else ""
 
 
 def _repeat_rule(rule: str, most: int) -> str:
@@ -164,8 +158,8 @@ def _call_rules(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list
     If the tool is not strict, unknown keywords of its schema are ignored, and an object whose schema lists properties
     can have no other properties.
     """
-    if form.kind in marked_calls.FORMATS:
-        return marked_calls.marked_call_rules(tokenizer, form.kind, form.end, tool, name)
+    if form.kind in FORMATS:
+        return _marked_call_rules(tokenizer, form.kind, form.end, tool, name)
     arguments = json_rule(_arguments_schema(tool), lenient=not tool.strict)
     if form.kind == "headers":
         return [f"{name}: {literal_rule(tool.name)} {mark_rule(tokenizer, '[ARGS]')} {arguments}"]
@@ -180,7 +174,7 @@ def _arguments_schema(tool: Tool) -> Mapping[str, Any]:
     there are no properties.
     """
     parameters = dict(tool.parameters)
-    said = {**_EMPTY_OBJECT, **{key: value for key, value in parameters.items() if key not in _ANNOTATIONS}}
+    said = {**_EMPTY_OBJECT, **{key: value for key, value in parameters.items() if key not in _NOTES}}
     if not parameters or ("properties" in parameters and said == _EMPTY_OBJECT and not tool.strict):
         return _NO_ARGUMENTS
     if parameters.setdefault("type", "object") != "object":
@@ -196,3 +190,161 @@ def _free_text_rules(tokenizer: Any, form: ToolFormat, several: bool) -> list[st
     ends = form.kind == "list" or not several
     body = f"body: TEXT | {one}" if ends else f"body: TEXT | ({one})+ TEXT"
     return [body, rules_until_mark(tokenizer, "before", form.start), terminal_without_mark("TEXT", form.start)]
+
+
+# ---- calls that write each argument between marks
+#
+# String arguments are written without quotes, other values as JSON. A format has the name of the parser in mlx-lm that
+# reads its calls.
+
+MOST_LENGTH = 10_000  # upper bound of minLength and maxLength in a schema
+_NAME = re.compile(r"[^\s<>\"'&]+")
+_MARK = re.compile(r"(</?[a-z_]+>)")
+_TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
+_TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
+_ANNOTATIONS = frozenset({"description", "title", "default", "examples", "$schema", "$id", "$comment", "deprecated"})
+_OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
+
+
+@dataclass(frozen=True)
+class MarkedFormat:
+    """The fixed texts of a call between its start mark and its end mark, in order.
+
+    lead: before the first call. begin, named: before and after the tool's name. key, value: before and after an
+    argument's name. close: after an argument's value. end: after the last argument. avoid: text that a string argument
+    must not contain. grouped: whether several calls stand between one start mark and one end mark.
+    """
+
+    lead: str
+    begin: str
+    named: str
+    key: str
+    value: str
+    close: str
+    end: str
+    avoid: str
+    grouped: bool = False
+
+
+FORMATS = {  # name of mlx-lm's parser -> format
+    "qwen3_coder": MarkedFormat(
+        "\n", "<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n", "</parameter>"
+    ),
+    "glm47": MarkedFormat("", "", "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", "", "</arg_value>"),
+    "minimax_m2": MarkedFormat(
+        "\n",
+        '<invoke name="',
+        '">\n',
+        '<parameter name="',
+        '">',
+        "</parameter>\n",
+        "</invoke>\n",
+        "</parameter>",
+        grouped=True,
+    ),
+    "minicpm5": MarkedFormat("", '"', '">', '<param name="', '">', "</param>", "", "<"),
+}
+
+
+def _marked_call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> list[str]:
+    """Returns the rule called `name` for a call of a tool, and the rules it needs. kind: key of `FORMATS`.
+
+    end: the mark after the call. Raises `GenerationError` if no grammar of this format can be made for the
+    tool's parameters.
+    """
+    form, schema = FORMATS[kind], _marked_arguments_schema(tool)
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    whole, rules = [_literal_with_marks(tokenizer, form.begin + tool.name + form.named)], list[str]()
+    for i, (key, argument_schema) in enumerate(properties.items()):
+        argument = f"{name}_{i}"
+        whole.append(argument if key in required else f"{argument}?")
+        begin = _literal_with_marks(tokenizer, form.key + key + form.value)
+        if _is_text_argument(tool, key, argument_schema):
+            rules += [
+                f"{argument}: {begin} {argument}_text",
+                *_text_argument_rules(tokenizer, form, end, tool, argument_schema, argument),
+            ]
+        else:
+            value = json_rule({**argument_schema, **shared}, lenient=not tool.strict)
+            rules.append(f"{argument}: {begin} {value} {_literal_with_marks(tokenizer, form.close)}")
+    return [f"{name}: {' '.join(filter(None, [*whole, _literal_with_marks(tokenizer, form.end)]))}", *rules]
+
+
+def _marked_arguments_schema(tool: Tool) -> Mapping[str, Any]:
+    """Returns the schema of a tool's arguments. Raises `GenerationError` if no marked format has a grammar for it.
+
+    Keywords other than `_OBJECT_KEYWORDS` are an error if the tool is strict; otherwise they are ignored.
+    """
+    schema = tool.parameters
+    properties = schema.get("properties", {})
+    if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
+        raise _unforceable_error(tool, "they are no object with properties")
+    if more := sorted(schema.keys() - _OBJECT_KEYWORDS - _ANNOTATIONS) if tool.strict else ():
+        raise _unforceable_error(tool, f"{more[0]} is not supported")
+    if missing := [key for key in schema.get("required", ()) if key not in properties]:
+        raise _unforceable_error(tool, f"{missing[0]!r:.80} is required and not among the properties")
+    if wrong := [key for key in properties if not _NAME.fullmatch(key)]:
+        raise _unforceable_error(tool, f"{wrong[0]!r:.80} cannot be written as a name")
+    return schema
+
+
+def _is_text_argument(tool: Tool, key: str, argument_schema: Any) -> bool:
+    """Returns whether an argument is a string. Raises `GenerationError` if no grammar can be made for its schema.
+
+    That is so if the schema does not have exactly one type, or if a strict tool's string has unsupported keywords.
+    """
+    kind = argument_schema.get("type") if isinstance(argument_schema, Mapping) else None
+    if kind not in _TYPES:
+        raise _unforceable_error(tool, f"{key!r:.80} needs exactly one type")
+    if kind != "string":
+        return False
+    if more := sorted(argument_schema.keys() - _TEXT_KEYWORDS - _ANNOTATIONS) if tool.strict else ():
+        raise _unforceable_error(tool, f"{more[0]} of {key!r:.80} is not supported")
+    return True
+
+
+def _unforceable_error(tool: Tool, reason: str) -> GenerationError:
+    return GenerationError(f"the parameters of the tool {tool.name!r:.80} cannot be forced in this format: {reason}")
+
+
+def _text_argument_rules(
+    tokenizer: Any, form: MarkedFormat, end: str, tool: Tool, schema: Mapping[str, Any], argument: str
+) -> list[str]:
+    """Returns the rule for a string argument and the mark that closes it, and the rules it needs.
+
+    The string neither begins nor ends with white space, which parsers drop, and is not "null", which parsers read as no
+    value. end: the mark after the call.
+    """
+    rule, terminal = f"{argument}_text", f"{argument}_body".upper()
+    if (choices := _enum_texts(schema)) is not None:
+        avoid = (form.avoid, end)
+        known = [one for one in choices if one == one.strip() and one.lower() != "null"]
+        known = [literal_rule(one) for one in known if not any(mark in one for mark in avoid)]
+        if not known:
+            raise _unforceable_error(tool, "no text of an enum can be written")
+        return [f"{rule}: ({' | '.join(known)}) {_literal_with_marks(tokenizer, form.close)}"]
+    body = [f"{terminal}_IN: {_length_pattern(tool, schema)} & /(\\S((.|\\n)*\\S)?)?/ & ~/[nN][uU][lL][lL]/"]
+    body += [terminal_without_mark(f"{terminal}_CLOSE", form.avoid), terminal_without_mark(f"{terminal}_END", end)]
+    body.append(f"{terminal}: {terminal}_IN & {terminal}_CLOSE & {terminal}_END")
+    if single_token_id(tokenizer, form.close) in grammar_vocabulary(tokenizer).special_token_ids:
+        return [f"{rule}: {terminal} {mark_rule(tokenizer, form.close)}", *body]
+    return [f"{rule}[suffix={literal_rule(form.close)}]: {terminal}", *body]
+
+
+def _enum_texts(schema: Mapping[str, Any]) -> list[str] | None:
+    given = [schema["const"]] if "const" in schema else schema.get("enum")
+    return None if given is None else [one for one in given if isinstance(one, str)]
+
+
+def _length_pattern(tool: Tool, schema: Mapping[str, Any]) -> str:
+    least, most = schema.get("minLength", 0), schema.get("maxLength", MOST_LENGTH)
+    if not all(type(n) is int and 0 <= n <= MOST_LENGTH for n in (least, most)):
+        raise _unforceable_error(tool, f"lengths of texts must be integers from 0 to {MOST_LENGTH}")
+    return f"/(.|\\n){{{least},{most}}}/" if least or "maxLength" in schema else "/(.|\\n)*/"
+
+
+def _literal_with_marks(tokenizer: Any, text: str) -> str:
+    """Returns the rule for a fixed text, "" for an empty text. A mark that is one token is written as this token."""
+    parts = [part for part in _MARK.split(text) if part]
+    return " ".join(mark_rule(tokenizer, part) if _MARK.fullmatch(part) else literal_rule(part) for part in parts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -13,6 +12,7 @@ from mlx_zip.server.answers.turn import Delta, Reasoning, ShownToken, Text, Toke
 from mlx_zip.text.stream import partial_mark_length
 from mlx_zip.text.tokenizers import thinking_marks
 
+TokensOf = Callable[[int, str], tuple[tuple[TokenLogprob, ...], tuple[ShownToken, ...]]]
 MOST_CALL_CHARACTERS = 256 * 1024  # characters between the marks of a call; a longer call becomes text
 MOST_SPACE = 64  # maximum characters of white space that are dropped before a mark, and so held back
 _QUOTES = re.compile(r'\\.|"', re.DOTALL)
@@ -73,11 +73,18 @@ class Splitter:
     and of calls is dropped. An invalid call becomes text, with its marks. Raises `GenerationError` if the turn has
     tools and the model's chat template takes none or the model's calls cannot be read.
 
-    Attributes: `tokens_of`, function from (index of a piece's first character, the piece) to the piece's tokens;
-    `called`, whether there was a call; `reasoning_tokens`, number of base tokens fed within the reasoning.
+    tokens_of: function from (index of a piece's first character, the piece) to the piece's log-probabilities and
+    tokens. Attributes: `called`, whether there was a call; `reasoning_tokens`, number of base tokens fed within the
+    reasoning.
     """
 
-    def __init__(self, tokenizer: Any, turn: Turn, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        turn: Turn,
+        prompt_ids: Sequence[int] = (),
+        tokens_of: TokensOf = lambda begin, text: ((), ()),
+    ) -> None:
         self._turn = turn
         self._think = thinking_marks(tokenizer) or ("", "")
         self._format = tool_format(tokenizer) if turn.tools and turn.tool_choice != "none" else None
@@ -89,7 +96,7 @@ class Splitter:
         }
         self._state: Callable[[bool], bool] = states[reasons]
         self._skip = reasons is ReasoningStart.BEGUN  # whether to drop the next white space
-        self.tokens_of: Callable[[int, str], tuple[ShownToken, ...]] = lambda begin, text: ()
+        self._tokens_of = tokens_of
         self.called = False
         self.reasoning_tokens = 0
         self._deltas: list[Delta] = []
@@ -97,17 +104,14 @@ class Splitter:
         self._held, self._at = "", 0  # text without a delta yet; number of characters before it
         self._looked = self._body = 0  # in a call: where to look for its end; where its text begins
         self._quoted = False  # whether `_looked` is within a JSON string
-        self._logprobs: deque[tuple[int, tuple[TokenLogprob, ...]]] = deque()  # (place of a piece, of its ids)
 
-    def feed(self, text: str, logprobs: Sequence[TokenLogprob] = (), base_tokens: int = 0) -> list[Delta]:
+    def feed(self, text: str, base_tokens: int = 0) -> list[Delta]:
         """Takes the next piece of text, and returns the deltas that later text cannot change.
 
-        logprobs: log-probabilities of the piece's tokens. base_tokens: number of base tokens of the piece.
+        base_tokens: number of base tokens of the piece.
         """
         if self._state == self._read_reasoning:
             self.reasoning_tokens += base_tokens
-        if logprobs:
-            self._logprobs.append((self._at + len(self._held), tuple(logprobs)))
         self._held += text
         return self._run_states(final=False)
 
@@ -266,18 +270,12 @@ class Splitter:
 
     def _emit_text(self, kind: type[Text] | type[Reasoning], n: int) -> None:
         text, begin = self._held[:n], self._at
-        logprobs = self._drop_held(n)
+        self._drop_held(n)
         if text:
-            is_text = kind is Text
-            self._deltas.append(Text(text, logprobs, self.tokens_of(begin, text)) if is_text else Reasoning(text))
+            self._deltas.append(Text(text, *self._tokens_of(begin, text)) if kind is Text else Reasoning(text))
 
-    def _drop_held(self, n: int) -> tuple[TokenLogprob, ...]:
-        """Drops the first `n` held characters, and returns the log-probabilities of the tokens that begin in them."""
+    def _drop_held(self, n: int) -> None:
         self._held, self._at = self._held[n:], self._at + n
-        found: list[TokenLogprob] = []
-        while self._logprobs and self._logprobs[0][0] < self._at:
-            found += self._logprobs.popleft()[1]
-        return tuple(found)
 
 
 def _length_without_space(text: str) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 from uuid import uuid4
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.server.answers import marked_calls
 from mlx_zip.server.answers.turn import Tool, ToolCall
 from mlx_zip.text.tokenizers import chat_template
 
@@ -30,7 +29,7 @@ class ToolFormat:
     """A format of tool calls. kind: name of the format. start, end: the marks around a call, "" for none.
 
     parser: reads the text between the marks. arguments: key of the arguments in JSON. is_json: whether the text between
-    the marks is JSON, so that an end mark within a string does not count. can_force: whether a grammar can force calls.
+    the marks is JSON, so that an end mark within a string does not count.
     """
 
     kind: str
@@ -39,7 +38,6 @@ class ToolFormat:
     parser: Parser
     arguments: str = "arguments"
     is_json: bool = True
-    can_force: bool = True
 
     def parse_calls(self, text: str, tools: Sequence[Tool]) -> list[ToolCall]:
         """Returns the calls in the text between the marks, [] unless all are valid calls of these tools."""
@@ -82,7 +80,7 @@ def _wrapper_format(tokenizer: Any, parser: Any, template: str) -> ToolFormat:
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end or ""
     if kind == "json_tools":
         return ToolFormat("tags", start, end, _parse_json_calls)
-    return ToolFormat(kind, start, end, parser, is_json=False, can_force=kind in marked_calls.FORMATS)
+    return ToolFormat(kind, start, end, parser, is_json=False)
 
 
 def _mistral_format(template: str) -> ToolFormat:

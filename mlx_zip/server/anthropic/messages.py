@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts
-from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
+from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Turn, Waiting, vendor_json
 from mlx_zip.server.anthropic.bodies import CountBody, MessagesBody, make_messages_turn
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import ANTHROPIC, RequestError
@@ -28,7 +28,6 @@ from mlx_zip.server.http import (
     stream_response,
     with_body_class,
 )
-from mlx_zip.server.vendor import vendor_json
 
 
 def messages_routes(core: Core) -> list[Route]:
@@ -38,11 +37,12 @@ def messages_routes(core: Core) -> list[Route]:
         """Answers a conversation."""
         body = await read_body(request, core, MessagesBody)
         check_model_name(core, body.model)
-        asked = _MessageRequest(core, body)
+        turn, builder = make_messages_turn(body), MessageBuilder(body, core.model)
         if body.stream:
-            response = await stream_response(request, core, asked.frames(), ANTHROPIC, asked.failure_event)
+            frames = _message_frames(core, turn, builder)
+            response = await stream_response(request, core, frames, builder.failure_frame)
         else:
-            response = json_response(await run_unless_client_gone(request, asked.whole_message()))
+            response = json_response(await run_unless_client_gone(request, _whole_message(core, turn, builder)))
         response.headers["request-id"] = new_prefixed_id("req")
         return response
 
@@ -59,28 +59,19 @@ def messages_routes(core: Core) -> list[Route]:
     ]
 
 
-class _MessageRequest:
-    def __init__(self, core: Core, body: MessagesBody) -> None:
-        self._core, self._turn = core, make_messages_turn(body)
-        self._builder = MessageBuilder(body, core.model)
+async def _whole_message(core: Core, turn: Turn, builder: MessageBuilder) -> dict[str, Any]:
+    async with aclosing(core.answer(turn)) as deltas:
+        async for delta in deltas:
+            builder.add(delta)
+    return builder.message
 
-    async def whole_message(self) -> dict[str, Any]:
-        async with aclosing(self._core.answer(self._turn)) as deltas:
-            async for delta in deltas:
-                self._builder.add(delta)
-        return self._builder.message
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yields one frame per delta: the delta's events, or a comment if it has none."""
-        async with aclosing(self._core.answer(self._turn)) as deltas:
-            async for delta in deltas:
-                events = self._builder.add(delta)
-                yield events_bytes(events) if events else comment_bytes("waiting")
-
-    def failure_event(self, failure: RequestError) -> bytes:
-        """Returns the event that reports the failure and ends the stream."""
-        error = failure.body(ANTHROPIC)["error"]
-        return events_bytes(self._builder.fail(error["type"], error["message"]))
+async def _message_frames(core: Core, turn: Turn, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:
+    """Yields one frame per delta: the delta's events, or a comment if it has none."""
+    async with aclosing(core.answer(turn)) as deltas:
+        async for delta in deltas:
+            events = builder.add(delta)
+            yield events_bytes(events) if events else comment_bytes("waiting")
 
 
 # ---- the builder of a stream's events and of the whole message
@@ -91,7 +82,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessageBuilder:
-    """Builds a message from deltas. `add` and `fail` return the events to send; `message` is the message so far.
+    """Builds a message from deltas. `add` returns the events to send; `message` is the message so far.
 
     model: name of the model to report. make_id: function from a prefix to a new id.
     """
@@ -132,10 +123,10 @@ class MessageBuilder:
                 self._end_message(delta)
         return self._take_events()
 
-    def fail(self, kind: str, message: str) -> list[Json]:
-        """Returns the events to send if the answer fails. kind: type of the error."""
-        self._events.append({"type": "error", "error": {"type": kind, "message": message}})
-        return self._take_events()
+    def failure_frame(self, failure: RequestError) -> bytes:
+        """Returns the frame with the event that reports a failure and ends the stream."""
+        error = failure.body(ANTHROPIC)["error"]
+        return events_bytes([{"type": "error", "error": error}])
 
     def _begin_message(self, delta: Delta) -> bool:
         if not self._began and (not isinstance(delta, Waiting) or delta.prompt_tokens):

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mlx_zip.engine import Counted
 from mlx_zip.server.answers.turn import (
     Done,
     LearnedEntries,
-    LiveCounts,
     Reasoning,
     Text,
     TokenLogprob,
@@ -22,6 +22,8 @@ from mlx_zip.server.answers.turn import (
     ToolCall,
     Turn,
     Waiting,
+    shown_token_json,
+    vendor_json,
 )
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
@@ -64,7 +66,6 @@ from mlx_zip.server.openai.choices import (
     total_counts,
     total_usage,
 )
-from mlx_zip.server.vendor import VendorFields, shown_token_json, vendor_json
 
 
 def chat_routes(core: Core) -> list[Route]:
@@ -126,7 +127,7 @@ class _ChatStream:
     async def frames(self, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._core.answers(turns)) as answers:
             async for index, delta in answers:
-                if not isinstance(delta, LearnedEntries | LiveCounts):
+                if not isinstance(delta, LearnedEntries | Counted):
                     yield self._delta_frame(index, delta)
         if self._asked.include_usage:
             done = [self._done[i] for i in sorted(self._done)]
@@ -299,6 +300,12 @@ class Prediction(Body):
     def text(self) -> str:
         """The whole text."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class VendorFields(Body):
+    """The field `mlx_zip` of a request. tokens: whether the answer says which tokens its text consists of."""
+
+    tokens: bool = False
 
 
 class ChatBody(CompletionFields):

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -25,7 +24,6 @@ from mlx_zip.server.fields import (
     at_most_fields,
 )
 from mlx_zip.server.http import check_model_name
-from mlx_zip.server.vendor import sum_answer_counts
 
 DONE_FRAME = b"data: [DONE]\n\n"
 PENALTY_WINDOW = 256  # default number of recent base tokens that a penalty looks at
@@ -206,30 +204,35 @@ def completion_head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
 
 
 def total_counts(done: Sequence[Done], n: int) -> Counts:
-    """Returns the counts of all choices together; a prompt's tokens count once. n: choices per prompt."""
-    prompts = [one.counts for one in done[::n]]
-    read, cached = sum(one.prompt_tokens for one in prompts), sum(one.cached_tokens for one in prompts)
-    return replace(sum_answer_counts([one.counts for one in done]), prompt_tokens=read, cached_tokens=cached)
+    """Returns the counts of all choices together: maxima of times, entries and codebook sizes, else sums.
+
+    A prompt's tokens count once. n: choices per prompt.
+    """
+    added = ("prompt_ids", "base_tokens", "steps", "hypertokens", "kv_bytes_saved")
+    added += ("proposed", "accepted", "proposed_tokens", "accepted_tokens")
+    largest = ("entries", "codebook_size", "queued_s", "first_id_s", "total_s")
+    return Counts(
+        **{name: sum(getattr(one.counts, name) for one in done[::n]) for name in ("prompt_tokens", "cached_tokens")},
+        **{name: sum(getattr(one.counts, name) for one in done) for name in added},
+        **{name: max(getattr(one.counts, name) for one in done) for name in largest},
+    )
 
 
 def total_usage(done: Sequence[Done], n: int) -> dict[str, Any]:
-    """Returns the usage of all choices together. n: choices per prompt."""
-    return completion_usage_json(total_counts(done, n), sum(one.reasoning_tokens for one in done))
+    """Returns the usage of all choices together, in base tokens. n: choices per prompt.
 
-
-def completion_usage_json(counts: Counts, reasoning_tokens: int) -> dict[str, Any]:
-    """Returns the usage of an answer, counted in base tokens.
-
-    accepted_prediction_tokens: tokens of the answer that a draft had proposed, from the request's prediction or another
-    source. rejected_prediction_tokens: proposed tokens that are not in the answer; completion_tokens leaves them out.
+    accepted_prediction_tokens: tokens of the answers that a draft had proposed, from the request's prediction or
+    another source. rejected_prediction_tokens: proposed tokens that are not in the answers; completion_tokens leaves
+    them out.
     """
+    counts = total_counts(done, n)
     return {
         "prompt_tokens": counts.prompt_tokens,
         "completion_tokens": counts.base_tokens,
         "total_tokens": counts.prompt_tokens + counts.base_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
         "completion_tokens_details": {
-            "reasoning_tokens": reasoning_tokens,
+            "reasoning_tokens": sum(one.reasoning_tokens for one in done),
             "accepted_prediction_tokens": counts.accepted_tokens,
             "rejected_prediction_tokens": counts.proposed_tokens - counts.accepted_tokens,
         },

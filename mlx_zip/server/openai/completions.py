@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.engine import Counts, PromptId
-from mlx_zip.server.answers.turn import Delta, Done, Text, TokenLogprob, Turn, Waiting
+from mlx_zip.server.answers.turn import Delta, Done, Text, TokenLogprob, Turn, Waiting, vendor_json
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import MOST_TOKENS, BodyError, Many, NonEmptyText
 from mlx_zip.server.http import (
@@ -36,7 +37,6 @@ from mlx_zip.server.openai.choices import (
     total_counts,
     total_usage,
 )
-from mlx_zip.server.vendor import vendor_json
 from mlx_zip.text.token_facts import TokenTexts, count_characters
 
 MOST_PROMPTS = 64
@@ -113,14 +113,12 @@ async def _whole_text_completion(core: Core, asked: CompletionBody, turns: Seque
     )
     done, found = choice_ends(choices), []
     for i, choice in enumerate(choices):
-        echo, logprobs = echoes[i] if echoes else None, None
-        if asked.logprobs is not None:
-            logprobs = (
-                _text_logprobs_json(choice.logprobs, 0)
-                if echo is None
-                else _echo_and_answer_logprobs_json(echo, choice)
-            )
-        found.append(_text_choice_json(i, (echo.text if echo else "") + choice.text, logprobs, choice.reason))
+        echo = echoes[i] if echoes else Echo("", 0)
+        # with an echo, an eos counts too: some clients drop the last token, others cut the prompt off by its length
+        unshown = choice.done.unshown if echoes and choice.done else ()
+        tokens = [*echo.tokens, *map(_text_token, (*choice.logprobs, *unshown))]
+        logprobs = None if asked.logprobs is None else _text_logprobs_json(tokens, echo.begin)
+        found.append(_text_choice_json(i, echo.text + choice.text, logprobs, choice.reason))
     return {
         **_text_completion_head(core),
         "choices": found,
@@ -152,41 +150,26 @@ def _text_choice_json(index: int, text: str, logprobs: Any, reason: str | None) 
     return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _text_logprobs_json(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
-    """Returns the log-probabilities of a text in OpenAI's form. begin: offset of the text's first character."""
-    offsets = [begin]
-    for one in found:
-        offsets.append(offsets[-1] + count_characters(one.bytes))
+def _text_token(one: TokenLogprob) -> _TextToken:
+    likely = {text: value for text, _, value in one.likely}
+    return _TextToken(one.text, count_characters(one.bytes), one.logprob, likely)
+
+
+def _text_logprobs_json(tokens: Sequence[_TextToken], begin: int) -> dict[str, Any]:
+    """Returns the log-probabilities of a text in OpenAI's form. begin: offset of the first token, in characters.
+
+    A token such as bos that is before the text has the offset 0.
+    """
+    offsets = [max(0, at) for at in accumulate((one.characters for one in tokens), initial=begin)]
     return {
-        "tokens": [one.text for one in found],
-        "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in found],
-        "top_logprobs": [{text: max(value, LEAST_LOGPROB) for text, _, value in one.likely} for one in found],
+        "tokens": [one.text for one in tokens],
+        "token_logprobs": [None if one.logprob is None else max(one.logprob, LEAST_LOGPROB) for one in tokens],
+        "top_logprobs": [
+            None if one.likely is None else {text: max(value, LEAST_LOGPROB) for text, value in one.likely.items()}
+            for one in tokens
+        ],
         "text_offset": offsets[:-1],
     }
-
-
-def _echo_logprobs_json(echo: Echo) -> dict[str, Any]:
-    """Returns the log-probabilities of an echoed prompt, in the form of `_text_logprobs_json`."""
-    at_least = lambda value: max(value, LEAST_LOGPROB)
-    return {
-        "tokens": [one.text for one in echo.tokens],
-        "token_logprobs": [None if one.logprob is None else at_least(one.logprob) for one in echo.tokens],
-        "top_logprobs": [
-            None if one.likely is None else {text: at_least(value) for text, value in one.likely.items()}
-            for one in echo.tokens
-        ],
-        "text_offset": echo.offsets,
-    }
-
-
-def _echo_and_answer_logprobs_json(echo: Echo, choice: Choice) -> dict[str, Any]:
-    """Returns the log-probabilities of an echoed prompt and of its answer's ids, in the form of `_text_logprobs_json`.
-
-    Includes an eos, which has no text: some clients drop the last token, others cut the prompt off by its length.
-    """
-    unshown = () if choice.done is None else choice.done.unshown
-    answer = _text_logprobs_json([*choice.logprobs, *unshown], len(echo.text))
-    return {name: values + answer[name] for name, values in _echo_logprobs_json(echo).items()}
 
 
 async def _completion_frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
@@ -196,13 +179,15 @@ async def _completion_frames(core: Core, asked: CompletionBody, turns: Sequence[
 
     def frame(index: int, delta: Delta) -> bytes:
         if isinstance(delta, Text):
-            logprobs = None if asked.logprobs is None else _text_logprobs_json(delta.logprobs, lengths[index])
+            tokens = [_text_token(one) for one in delta.logprobs]
+            logprobs = None if asked.logprobs is None else _text_logprobs_json(tokens, lengths[index])
             lengths[index] += len(delta.text)
             return event_bytes({**first, "choices": [_text_choice_json(index, delta.text, logprobs, None)], **null})
         if isinstance(delta, Done):
             done[index] = delta
             figures = {"mlx_zip": vendor_json(delta)}
-            last = _text_logprobs_json(delta.unshown, lengths[index]) if echoes and delta.unshown else None
+            unshown = [_text_token(one) for one in delta.unshown] if echoes else []
+            last = _text_logprobs_json(unshown, lengths[index]) if unshown else None
             return event_bytes(
                 {**first, "choices": [_text_choice_json(index, "", last, delta.reason)], **null, **figures}
             )
@@ -210,7 +195,7 @@ async def _completion_frames(core: Core, asked: CompletionBody, turns: Sequence[
         return comment_bytes(f"reading the prompt {waiting.read}/{waiting.total}" if waiting.total else "waiting")
 
     for index, echo in enumerate(echoes):
-        logprobs = None if asked.logprobs is None else _echo_logprobs_json(echo)
+        logprobs = None if asked.logprobs is None else _text_logprobs_json(echo.tokens, echo.begin)
         yield event_bytes({**first, "choices": [_text_choice_json(index, echo.text, logprobs, None)], **null})
     if asked.max_tokens == 0:
         for index, echo in enumerate(echoes):
@@ -234,8 +219,8 @@ _LogprobsByText = dict[str, float]
 
 
 @dataclass(frozen=True)
-class _EchoedToken:
-    """A base token of an echoed prompt. characters: number of characters that begin in the token.
+class _TextToken:
+    """A token of a text, which in an echoed prompt is a base token. characters: number of characters that begin in it.
 
     logprob, likely: None if nothing precedes the token. likely: text -> log-probability of the likeliest tokens at the
     token's place.
@@ -253,17 +238,12 @@ class Echo:
 
     text: str
     count: int
-    tokens: tuple[_EchoedToken, ...] = ()
+    tokens: tuple[_TextToken, ...] = ()
 
     @property
-    def offsets(self) -> list[int]:
-        """Where each token begins in the text, in characters; 0 for a token such as bos that is not in the text."""
-        begin = len(self.text) - sum(one.characters for one in self.tokens)
-        found = []
-        for one in self.tokens:
-            found.append(max(0, begin))
-            begin += one.characters
-        return found
+    def begin(self) -> int:
+        """Offset of the first token in the text, in characters; below 0 if tokens such as bos are before the text."""
+        return len(self.text) - sum(one.characters for one in self.tokens)
 
     def choice_without_answer(self) -> Choice:
         """Returns the choice of a request that asks for the echo only."""
@@ -287,15 +267,15 @@ def _make_echo(core: Core, prompt: str | Sequence[int], ids: Sequence[int], read
     return Echo(text, len(ids), tuple(echoed_tokens(read, core.tokens)))
 
 
-def echoed_tokens(read: Sequence[PromptId], texts: TokenTexts) -> Iterator[_EchoedToken]:
+def echoed_tokens(read: Sequence[PromptId], texts: TokenTexts) -> Iterator[_TextToken]:
     """Yields the base tokens of `read`, the ids as which the model read a prompt. texts: texts of ids."""
     for one in read:
         *before, last = (texts[(i,)] for i in one.base_ids)
         if one.logprob is None:
-            yield from (_EchoedToken(text, count_characters(data)) for text, data in (*before, last))
+            yield from (_TextToken(text, count_characters(data)) for text, data in (*before, last))
             continue
-        yield from (_EchoedToken(text, count_characters(data), 0.0, {text: 0.0}) for text, data in before)
-        yield _EchoedToken(last[0], count_characters(last[1]), one.logprob, _likeliest_by_text(one, last[0], texts))
+        yield from (_TextToken(text, count_characters(data), 0.0, {text: 0.0}) for text, data in before)
+        yield _TextToken(last[0], count_characters(last[1]), one.logprob, _likeliest_by_text(one, last[0], texts))
 
 
 def _likeliest_by_text(read: PromptId, own: str, texts: TokenTexts) -> _LogprobsByText:

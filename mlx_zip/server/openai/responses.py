@@ -14,9 +14,8 @@ from starlette.routing import Route
 
 from mlx_zip.engine import Counts
 from mlx_zip.server.answers.turn import Delta, Done, Turn
-from mlx_zip.server.core import AnswerStop, Core
+from mlx_zip.server.core import Core, Inbox
 from mlx_zip.server.errors import RequestError
-from mlx_zip.server.fields import new_prefixed_id
 from mlx_zip.server.http import (
     check_model_name,
     events_bytes,
@@ -28,32 +27,27 @@ from mlx_zip.server.http import (
 )
 from mlx_zip.server.openai.responses_bodies import ResponseBody, item_with_id, make_response_turn
 from mlx_zip.server.openai.responses_events import ResponseBuilder
-from mlx_zip.server.openai.responses_store import ResponseFiles, ResponseStore
+from mlx_zip.server.openai.responses_store import ResponseStore
 
 CANCEL_S = 2.0  # how long to wait for a cancelled response to end before its state is returned
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 def responses_routes(core: Core) -> list[Route]:
-    """Returns the routes of the Responses API, which share one `ResponseStore`."""
-    folder = core.options.responses_folder
-    files = None if folder is None else ResponseFiles(folder)
-    if files is not None:
-        core.on_close.append(files.close)
-    store = ResponseStore(core.options.max_responses, core.options.max_responses_bytes, files)
-    core.on_purge.append(store.clear)
+    """Returns the routes of the Responses API."""
+    store = core.responses
     running: dict[str, _ResponseRequest] = {}
 
     async def create_response(request: Request) -> Response:
         """Answers a conversation."""
-        asked = _make_response_request(core, store, running, await read_body(request, core, ResponseBody))
+        asked = _make_response_request(core, running, await read_body(request, core, ResponseBody))
         if asked.body.stream:
             return await stream_response(request, core, asked.frames(), on_error=asked.failure_events)
         return json_response(await run_unless_client_gone(request, asked.whole_response()))
 
     async def input_tokens(request: Request) -> Response:
         """Counts the base tokens that a request's prompt would have."""
-        asked = _make_response_request(core, store, running, await read_body(request, core, ResponseBody))
+        asked = _make_response_request(core, running, await read_body(request, core, ResponseBody))
         count = len(await run_unless_client_gone(request, core.prompt_ids(asked.turn))) if asked.items else 0
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -91,19 +85,17 @@ def responses_routes(core: Core) -> list[Route]:
     ]
 
 
-def _make_response_request(
-    core: Core, store: ResponseStore, running: dict[str, _ResponseRequest], body: ResponseBody
-) -> _ResponseRequest:
+def _make_response_request(core: Core, running: dict[str, _ResponseRequest], body: ResponseBody) -> _ResponseRequest:
     """Returns the request made of a body. Raises `RequestError` if it names an unknown model, response or item."""
     check_model_name(core, body.model)
     before: list[Any] = []
     if body.previous_response_id is not None:
-        stored = store.get(body.previous_response_id, "previous_response_id", "previous_response_not_found")
+        stored = core.responses.get(body.previous_response_id, "previous_response_id", "previous_response_not_found")
         before = stored.conversation
-    items = [*before, *(item_with_id(item, new_prefixed_id) for item in store.resolve_references(body.items))]
+    items = [*before, *(item_with_id(item) for item in core.responses.resolve_references(body.items))]
     most = core.answer_max_tokens(body.max_output_tokens, tools=True)
     turn = replace(make_response_turn(body, items, len(before)), max_tokens=most)
-    return _ResponseRequest(core, store, running, body, items, turn, ResponseBuilder(body, core.model))
+    return _ResponseRequest(core, running, body, items, turn, ResponseBuilder(body, core.model))
 
 
 async def _delete_response(store: ResponseStore, running: dict[str, _ResponseRequest], name: str) -> None:
@@ -118,18 +110,17 @@ async def _delete_response(store: ResponseStore, running: dict[str, _ResponseReq
 class _ResponseRequest:
     """One request. items: the whole conversation. running: requests in flight, by the id of the response.
 
-    stores: whether the response may be stored; it is stored if `body.store` is set too.
+    stores: whether the response may be stored; it is stored if `body.store` is set too. inbox: see `Core.answer`.
     """
 
     core: Core
-    store: ResponseStore
     running: dict[str, _ResponseRequest]
     body: ResponseBody
     items: list[Any]
     turn: Turn
     builder: ResponseBuilder
     stores: bool = True
-    stop: AnswerStop = field(default_factory=AnswerStop)
+    inbox: Inbox = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def whole_response(self) -> dict[str, Any]:
@@ -155,7 +146,7 @@ class _ResponseRequest:
         name = self.builder.response["id"]
         self.running[name] = self
         try:
-            async with aclosing(self.core.answer(self.turn, self.stop)) as deltas:
+            async with aclosing(self.core.answer(self.turn, self.inbox)) as deltas:
                 async for delta in deltas:
                     yield self._add_delta(delta)
             if self.builder.response["status"] == "in_progress":
@@ -168,7 +159,7 @@ class _ResponseRequest:
 
     async def cancel(self) -> dict[str, Any]:
         """Stops the answer, waits up to `CANCEL_S` seconds for its end, and returns the response."""
-        self.stop()
+        self.inbox.put_nowait(None)
         with suppress(TimeoutError):
             async with asyncio.timeout(CANCEL_S):
                 await self.ended.wait()
@@ -188,7 +179,7 @@ class _ResponseRequest:
 
     def _store_response(self) -> None:
         if self.body.store and self.stores:
-            self.store.add(self.builder.response, self.items)
+            self.core.responses.add(self.builder.response, self.items)
 
 
 def _items_page(items: Any, query: Mapping[str, str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -26,6 +26,7 @@ from mlx_zip.server.fields import (
     check_tools,
     join_system_messages,
     left_out_labels,
+    new_prefixed_id,
     parse_arguments,
     thinking_options,
     tool_discriminator,
@@ -111,9 +112,9 @@ Item = Annotated[
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-def item_with_id(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict[str, Any]:
+def item_with_id(item: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a request's item in the form of a response's item: with an id, a status, and content in parts."""
-    named = {"id": make_id(_PREFIXES.get(item["type"], "item")), "status": "completed", **item}
+    named = {"id": new_prefixed_id(_PREFIXES.get(item["type"], "item")), "status": "completed", **item}
     if isinstance(item.get("content"), str):
         notes = {"annotations": []} if item["role"] == "assistant" else {}
         kind = "output_text" if item["role"] == "assistant" else "input_text"

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
+from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting, vendor_json
 from mlx_zip.server.fields import new_prefixed_id
 from mlx_zip.server.openai.choices import logprobs_json
 from mlx_zip.server.openai.responses_bodies import ResponseBody
-from mlx_zip.server.vendor import vendor_json
 
 Json = dict[str, Any]
 

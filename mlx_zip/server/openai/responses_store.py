@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ class ResponseStore:
     the start; None to keep them in memory only.
     """
 
-    def __init__(self, most: int, most_bytes: int, files: ResponseFiles | None = None) -> None:
+    def __init__(self, most: int = 1000, most_bytes: int = 128 << 20, files: ResponseFiles | None = None) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._texts: OrderedDict[str, bytes] = OrderedDict()
         self._owners: dict[str, str] = {}  # id of an output item -> id of its response
@@ -91,6 +90,11 @@ class ResponseStore:
         for name in names:
             self.delete(name)
         return len(names)
+
+    def close(self) -> None:
+        """Waits until all files are written; later changes are kept in memory only."""
+        if self._files is not None:
+            self._files.close()
 
     def resolve_references(self, items: Sequence[Json]) -> list[Json]:
         """Returns the items of an input, with each reference replaced by the output item of a stored response.
@@ -206,6 +210,5 @@ def _log_disk_errors(work: Callable[[], None]) -> None:
 
 def _write_private_file(path: Path, text: bytes) -> None:
     with atomic_file(path) as partial:
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(handle, "wb") as file:
-            file.write(text)
+        partial.touch(mode=0o600)
+        partial.write_bytes(text)

@@ -1,4 +1,4 @@
-"""Cores of a main model and of another one, which take turns."""
+"""A main model and another one, which take turns."""
 
 import asyncio
 import threading
@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from mlx_zip.apps.chat.models import Models
 from mlx_zip.engine.engines import Engines, OtherModel
-from mlx_zip.errors import EngineError
 from mlx_zip.packs.pack import Pack
 from mlx_zip.server.answers.turn import Done, Text, Turn, Waiting
-from mlx_zip.server.core import Core, Cores
+from mlx_zip.server.errors import RequestError
 from mlx_zip.server.options import Options
-from support.answers import COUNTS
 from support.fake_engine import FakeEngine, Script
-from support.http_server import events, replay, serving
 
 ASKED = Turn(messages=[{"role": "user", "content": "hi"}])
 SLOW = Script(text="one two three four five", delay_s=0.02)
@@ -22,7 +20,7 @@ SLOW = Script(text="one two three four five", delay_s=0.02)
 
 def made(gate=None):
     engines = Engines(FakeEngine(replace(SLOW, gate=gate)), [OtherModel("b", "model", lambda: FakeEngine(SLOW), "b")])
-    return Cores(engines, Core(engines.main, Options(packs={"p": Pack(((5, 6),))}, max_tokens=9)))
+    return Models(engines, Options(packs={"p": Pack(((5, 6),))}, max_tokens=9))
 
 
 async def answer(core, deltas):
@@ -34,9 +32,9 @@ def test_the_second_answer_is_told_whom_it_waits_for():
     held = threading.Event()
 
     async def work():
-        cores, first, second = made(held), [], []
-        async with cores.use("stories") as main, cores.use("b") as other:
-            assert main is cores.main
+        models, first, second = made(held), [], []
+        async with models.using("stories") as main, models.using("b") as other:
+            assert main is models.main
             assert other.model == "b"
             assert other.options.packs == {}
             assert other.options.max_tokens == 9
@@ -48,9 +46,9 @@ def test_the_second_answer_is_told_whom_it_waits_for():
                 if delta == Waiting(0, 0, waits_for="stories"):
                     held.set()  # the first answer may end
             await task
-        async with cores.use("b") as again:
+        async with models.using("b") as again:
             assert again is other
-        cores.close()
+        models.close()
         return first, second
 
     first, second = asyncio.run(work())
@@ -60,31 +58,23 @@ def test_the_second_answer_is_told_whom_it_waits_for():
 
 def test_a_task_that_is_cancelled_while_it_waits_for_a_model_gives_it_back():
     async def work():
-        cores = made()
-        cores.engines.others["c"] = OtherModel("c", "model", lambda: FakeEngine(SLOW), "c")
+        models = made()
+        models.engines.others["c"] = OtherModel("c", "model", lambda: FakeEngine(SLOW), "c")
 
         async def hold():
-            async with cores.use("c"):
+            async with models.using("c"):
                 pass
 
-        async with cores.use("b"):
+        async with models.using("b"):
             task = asyncio.create_task(hold())
             await asyncio.sleep(0.05)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        async with asyncio.timeout(10), cores.use("b") as core:
+        async with asyncio.timeout(10), models.using("b") as core:
             assert core.model == "b"
-        with pytest.raises(EngineError, match="no model"):
-            async with cores.use("nothing"):
+        with pytest.raises(RequestError, match="no model"):
+            async with models.using("nothing"):
                 pass
-        cores.close()
+        models.close()
 
     asyncio.run(work())
-
-
-def test_a_chat_stream_says_that_it_waits_in_a_comment_only():
-    with serving(FakeEngine()) as served:
-        served.core.answer = replay([Waiting(0, 0), Waiting(0, 0, waits_for="b"), Text("Hi"), Done("stop", COUNTS)])
-        body = served.chat(stream=True).body
-    assert b": waiting for another model" in body
-    assert sum(one["choices"][0]["delta"].get("role") == "assistant" for one in events(body)[:-1]) == 1
