@@ -32,7 +32,7 @@ from mlx_zip.engine.sessions.file_format import (
     position_settings_text,
 )
 from mlx_zip.engine.sessions.files import raise_if_other_ids
-from mlx_zip.engine.sessions.session import FileParts, Ids, Session, ids_in_book
+from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.errors import EngineError
 from mlx_zip.layout import decoder_config, has_hypertokens
@@ -106,7 +106,7 @@ class MlxCaches:
             find_zip_state(cache).bind_start_packs([start])  # type: ignore[union-attr]
         return cache
 
-    def to_file_parts(self, session: Session) -> FileParts:
+    def file_contents(self, session: Session) -> FileContents:
         # The views share the memory of the session's arrays, which MLX copies before it writes to them.
         assert session.cache is not None
         arrays, scalars = _states_as_arrays([_without_spare_room(entry).state for entry in session.cache])
@@ -116,7 +116,7 @@ class MlxCaches:
         mx.eval([*index.values(), *arrays.values()])
         tensors = {name: view_on_host(array) for name, array in {**index, **arrays}.items()}
         metadata: Any = tree_flatten(["", classes, scalars])
-        return FileParts(tensors, dict(metadata[1:]))  # the first is the place of the session's facts
+        return FileContents(dict(metadata[1:]), tensors)  # the first is the place of the session's facts
 
     def cache_from_file(self, contents: FileContents, session: Session) -> tuple[list[Any], Any]:
         classes, states, extra = _classes_and_states(contents)
@@ -231,10 +231,11 @@ def _states_as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]
     return arrays, scalars
 
 
-def view_on_host(array: mx.array) -> tuple[str, np.ndarray]:
-    """Returns the name of an evaluated array's dtype in safetensors, and a NumPy view of the array's memory."""
+def view_on_host(array: mx.array) -> FileTensor:
+    """Returns an evaluated array as a tensor for a file, which is a NumPy view of the array's memory."""
     dtype = SAFETENSORS_TYPES[array.dtype]
-    return dtype, np.array(array.view(mx.uint16) if dtype == "BF16" else array, copy=False)  # numpy has no bfloat16
+    view = np.array(array.view(mx.uint16) if dtype == "BF16" else array, copy=False)  # numpy has no bfloat16
+    return FileTensor(dtype, view.shape, view)
 
 
 def _classes_and_states(contents: FileContents) -> tuple[list[str], list[Any], list[Any]]:
