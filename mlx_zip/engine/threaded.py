@@ -10,10 +10,10 @@ import queue
 import threading
 import time
 from abc import abstractmethod
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -35,8 +35,8 @@ from mlx_zip.engine.interface import (
 )
 from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.parts import Reading, Served, ServedByEngine
-from mlx_zip.engine.request import Handle, Request
-from mlx_zip.engine.scheduler import Scheduler, Totals
+from mlx_zip.engine.request import Request
+from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored, compress_parts
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checks
@@ -68,7 +68,8 @@ class ThreadedEngine(Engine):
         self._fault: BaseException | None = None
         self._noted: dict[str, Sequence[int]] = {}  # answers that are not yet in the store
         self._kept: dict[str, int] = {}  # the store's figures
-        self._totals, self._running = Totals(), 0
+        self._totals = Counter[str]()  # the `totals` of all requests that have ended
+        self._request_s, self._running = 0.0, 0  # moving average of the seconds that a request takes
         self._scheduler: Any = None
         self._store: Any = None
         self._thread = threading.Thread(
@@ -95,7 +96,7 @@ class ThreadedEngine(Engine):
                 raise EngineBusyError(f"{waiting} requests wait already; ask again later", self._retry_after_s(waiting))
             self._inbox.post(lambda: self._add_request(request))
             self._open[request] = None
-        return request.handle
+        return request
 
     def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
         """Checks a submission and returns its request. Raises what `submit` raises if the request cannot be met."""
@@ -106,7 +107,7 @@ class ThreadedEngine(Engine):
         self._scheduler.add_request(request)
 
     def cancel(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, Handle)
+        assert isinstance(ticket, Request)
         if not ticket.ended:
             ticket.cancelled = True
             self._inbox.wake()
@@ -133,25 +134,25 @@ class ThreadedEngine(Engine):
     def _retry_after_s(self, waiting: int) -> float:
         """Estimates the seconds until one of `waiting` requests begins."""
         rounds = (waiting + 1) / self._options.max_running
-        return max(LEAST_RETRY_S, rounds * self._totals.seconds)
+        return max(LEAST_RETRY_S, rounds * self._request_s)
 
     # ---- sessions
 
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
-        assert isinstance(ticket, Handle)
+        assert isinstance(ticket, Request)
         ids = tuple(map(int, base_ids))
         with self._lock:
             self._noted[key] = ids
         self._inbox.post(lambda: self._attach_answer_to_session(ticket, key, ids))
 
-    def _attach_answer_to_session(self, ticket: Handle, key: str, base_ids: tuple[int, ...]) -> None:
-        """Notes an answer's base ids in its session or, while the request has no session yet, in its ticket."""
-        if ticket.session is None and not ticket.ended:
-            ticket.answers[key] = base_ids
+    def _attach_answer_to_session(self, request: Request, key: str, base_ids: tuple[int, ...]) -> None:
+        """Notes an answer's base ids in its session or, while there is no session yet, in its request."""
+        if request.session is None and not request.ended:
+            request.answers[key] = base_ids
             return
         try:
-            if ticket.session is not None:
-                self._store.note_answer(ticket.session, key, base_ids)
+            if request.session is not None:
+                self._store.note_answer(request.session, key, base_ids)
         finally:
             with self._lock:
                 self._noted.pop(key, None)
@@ -183,9 +184,11 @@ class ThreadedEngine(Engine):
     # ---- figures and the end
 
     def figures(self) -> Figures:
-        totals = self._totals
-        counted = {field.name: getattr(totals, field.name) for field in fields(totals) if field.name != "seconds"}
-        running = min(self._running, waiting := len(self._open))
+        with self._lock:
+            counted, waiting = self._totals.copy(), len(self._open)
+            for request in self._open:
+                counted.update(request.totals())
+        running = min(self._running, waiting)
         return Figures(
             **counted,
             running=running,
@@ -242,7 +245,6 @@ class ThreadedEngine(Engine):
         self._store = make_store(served)
         self._answers = self._store.answers()
         self._scheduler = self._make_scheduler(served, bound)
-        self._totals = self._scheduler.totals
         self._update_figures()
 
     @abstractmethod
@@ -312,9 +314,12 @@ class ThreadedEngine(Engine):
 
     def _forget_ended(self, request: Request) -> None:
         self._update_figures()
+        took = time.perf_counter() - (request.begun_s or request.submitted_s)
+        self._request_s = 0.9 * self._request_s + 0.1 * took if self._request_s else took
         with self._lock:
             self._open.pop(request, None)
-            for key in request.handle.answers:  # the store has them now, or no session was kept
+            self._totals.update(request.totals())
+            for key in request.answers:  # the store has them now, or no session was kept
                 self._noted.pop(key, None)
 
     def _stop_after_fault(self, fault: BaseException) -> None:
@@ -348,7 +353,8 @@ class ThreadedEngine(Engine):
         for request in list(self._open):
             request.error = error
             request.send_last_event()
-        self._open.clear()
+        with self._lock:
+            self._open.clear()
         self._running = 0
 
     def _close_store(self) -> None:

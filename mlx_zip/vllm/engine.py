@@ -411,7 +411,7 @@ class VllmScheduler(Scheduler):
         self._end_cancelled_waiting()
         self._admit_waiting()
         for running in list(self.readings):
-            if running.request.handle.cancelled or running.request.error is not None:
+            if running.request.cancelled or running.request.error is not None:
                 self._end_running(running)
         if self._llm.has_unfinished_requests():
             running_by_name = {running.name: running for running in self.readings}
@@ -426,7 +426,8 @@ class VllmScheduler(Scheduler):
         """Takes the ids that vLLM has chosen for a request, in their order, and ends the request after its last id."""
         request, made, running.done = running.request, output.outputs[0], output.finished
         if not request.steps:
-            self._count_cached(request, output.num_cached_tokens or 0)
+            ids, book = output.num_cached_tokens or 0, request.book  # ids found in vLLM's prefix cache
+            request.cached_tokens = ids if book is None else int(book.logged_base_ids(0, ids)[1].sum())
         for at, chosen in enumerate(made.token_ids):
             found = made.logprobs[at] if made.logprobs else {}
             self._fail_if_it_raises([request], partial(self._take_id, request, _chosen(request, chosen, found)))
@@ -439,12 +440,6 @@ class VllmScheduler(Scheduler):
         if request.error is not None or request.reason is not None:
             self._end_running(running)
 
-    def _count_cached(self, request: Request, ids: int) -> None:
-        """Sets a request's cached tokens: base tokens of its first `ids` ids, found in vLLM's prefix cache."""
-        book, before = request.book, request.cached_tokens
-        request.cached_tokens = ids if book is None else int(book.logged_base_ids(0, ids)[1].sum())
-        self.totals.cached_tokens += request.cached_tokens - before
-
     def _take_id(self, request: Request, chosen: Chosen) -> None:
         if chosen.id == self._broken_id:
             raise EngineError("a worker of vLLM could not read the request's ids or its pack; vLLM's log says why")
@@ -454,7 +449,7 @@ class VllmScheduler(Scheduler):
                 request.note_read_ids([chosen.id])
             else:
                 request.book.push(chosen.id)
-        self._deliver_emitted(request)
+        request.send_emitted()
 
     def _end_running(self, running: Running) -> None:
         if not running.done:

@@ -99,7 +99,7 @@ class FakeGroup:
 
     def hand_ids_to_requests(self) -> None:
         for request in self.requests:
-            if request.handle.cancelled:
+            if request.cancelled:
                 request.reason = "cancelled"
             else:
                 request.count_chosen(Chosen(1))
