@@ -13,7 +13,6 @@ from abc import abstractmethod
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +24,6 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.interface import (
     Deliver,
     Engine,
-    EngineInfo,
     Figures,
     Likely,
     PromptId,
@@ -39,7 +37,7 @@ from mlx_zip.engine.request import Request
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored, compress_parts
 from mlx_zip.engine.sessions.store import NoSessions
-from mlx_zip.engine.submissions import Checks
+from mlx_zip.engine.submissions import Checks, make_engine_info
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_message_line
 from mlx_zip.packs.pack import Pack
 
@@ -239,7 +237,7 @@ class ThreadedEngine(Engine):
         """Loads the model, and creates the checks, the session store and the scheduler."""
         options = self._options
         served = self._make_served(load, name)
-        self.info = _info_with_bounds(served.info, options)
+        self.info = make_engine_info(name, served.facts, options)
         bound = self._max_kv_bytes(served)
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
@@ -363,12 +361,6 @@ class ThreadedEngine(Engine):
             self._store.close()
         except Exception:
             log.exception("sessions could not be written")
-
-
-def _info_with_bounds(info: EngineInfo, options: ServeOptions) -> EngineInfo:
-    bounds = [bound for bound in (info.max_prompt_tokens, options.max_prompt_tokens) if bound is not None]
-    most = options.max_running + options.max_waiting
-    return replace(info, max_prompt_tokens=min(bounds, default=None), max_requests=most)
 
 
 def _compress_prompt(params: CodecParams | None, base_ids: Uint32s, pack: Pack | None) -> Compressed:

@@ -31,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.cuda.network.checkpoint import folder_fingerprint
 from mlx_zip.device import peak_rss_bytes
-from mlx_zip.engine.interface import Deliver, EngineInfo, SessionInfo, Submission
+from mlx_zip.engine.interface import Deliver, SessionInfo, Submission
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.sampling.options import Sampling
@@ -39,7 +39,7 @@ from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
-from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_tuned_rows_check
+from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, EngineError, GenerationError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
@@ -206,7 +206,7 @@ def load_on_vllm(
     with _wrong_arguments():
         llm = LLMEngine.from_engine_args(vllm_args)
     try:
-        return VllmServed(llm, tokenizer, made, start, tied, fingerprint, model_name)
+        return VllmServed(llm, tokenizer, made, start, tied, fingerprint)
     except BaseException:
         llm.engine_core.shutdown()
         raise
@@ -257,7 +257,6 @@ class VllmServed:
         pack: Pack | None,
         tied: bool,
         fingerprint: str,
-        name: str,
     ) -> None:
         self.llm, self.tokenizer, self.pack, self.options = llm, tokenizer, pack, RunOptions()
         config, self.broken_id = (None, None) if made is None else (made.zip_config, made.broken_id)
@@ -273,20 +272,20 @@ class VllmServed:
         if self.params is not None and pack is not None:
             pack.check_made_for(tokenizer)
             self.params = self.params.with_start(pack)
-        sides_are_one = config is not None and config.encoder.tie_encoders and tied
         self.facts = ModelFacts(
             vocab_size=self.vocab_size,
             width=model.hf_config.vocab_size - self.hyper,  # without `broken_id`, the last id
             context=self.context,
             by_base=self.by_base,
             params=self.params,
+            model=fingerprint,
             tokenizer=tokenizer_fingerprint(tokenizer),
-            check_start=make_tuned_rows_check(fingerprint, sides_are_one, model.hf_config.hidden_size),
             kv_bytes_per_id=self.kv_bytes_per_id,
+            sides_are_one=config is not None and config.encoder.tie_encoders and tied,
+            row_width=model.hf_config.hidden_size,
         )
         if pack is not None:
-            self.facts.check_start(pack)
-        self.info: EngineInfo = make_engine_info(name, fingerprint, self.facts)
+            self.facts.check_tuned_rows(pack)
         self._names = itertools.count()
 
     def new_cache(self, start: Any) -> IdLog:
