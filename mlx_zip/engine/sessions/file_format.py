@@ -32,10 +32,12 @@ from mlx_zip.files import atomic_file
 INDEX_TENSORS = 2  # number of tensors in the index, which come first in a file: base ids, and the ends of ids
 FACT_PREFIX = "0."  # prefix of the facts' names in the metadata
 _HEAD_SUM, _BODY_SUM = "head_crc32", "body_crc32"
-_ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8,
-    "I64": 8, "F64": 8, "C64": 8,
+NUMPY_TYPES = {  # by name in safetensors; numpy has no bfloat16
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "F16": np.float16,
+    "BF16": np.uint16, "U32": np.uint32, "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64,
+    "F64": np.float64, "C64": np.complex64,
 }  # fmt: skip
+_ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in NUMPY_TYPES.items()}
 _MOST_HEADER_BYTES = 64 << 20
 _MOST_ITEMS = 1 << 48
 _HEADER_LENGTH = struct.Struct("<Q")
