@@ -22,6 +22,7 @@ from mlx_zip.engine.interface import (
     Emitted,
     Event,
     Failed,
+    Figures,
     Finished,
     Likely,
     Origin,
@@ -73,7 +74,7 @@ class Inline:
 
 
 class Request(Ticket):
-    """One request. The caller's thread creates it and may set `cancelled` and call `totals`; only the engine's thread
+    """One request. The caller's thread creates it and may set `cancelled` and call `add_to`; only the engine's thread
     uses `begin` and all other members.
 
     cancelled: whether the request is to end. session: name of the request's session, None if there is none yet.
@@ -306,22 +307,22 @@ class Request(Ticket):
         else:
             self.send(Finished(self.reason or "cancelled", self.counts()))
 
-    def totals(self) -> dict[str, int]:
-        """Returns the request's part of an engine's `Figures`, by name. May be called from any thread."""
-        drafter, failed = self.drafter, self.error is not None
-        return {
-            "requests": int(self.ended),
-            "failed": int(self.ended and failed),
-            "cancelled": int(self.ended and not failed and self.reason in (None, "cancelled")),
-            "prompt_tokens": len(self.checked.base_ids) if self._started else 0,
-            "cached_tokens": self.cached_tokens if self._started else 0,
-            "base_tokens": self.base_tokens,
-            "steps": self.steps,
-            "hypertokens": self.hypertokens,
-            "proposed": 0 if drafter is None else drafter.proposed,
-            "accepted": self.accepted,
-            "passes": self.steps - self.accepted,
-        }
+    def add_to(self, figures: Figures) -> None:
+        """Adds what the request has counted so far to an engine's figures. May be called from any thread."""
+        drafter = self.drafter
+        if self.ended:
+            figures.requests += 1
+            figures.failed += self.error is not None
+            figures.cancelled += self.error is None and self.reason in (None, "cancelled")
+        if self._started:
+            figures.prompt_tokens += len(self.checked.base_ids)
+            figures.cached_tokens += self.cached_tokens
+        figures.base_tokens += self.base_tokens
+        figures.steps += self.steps
+        figures.hypertokens += self.hypertokens
+        figures.proposed += 0 if drafter is None else drafter.proposed
+        figures.accepted += self.accepted
+        figures.passes += self.steps - self.accepted
 
     def counts(self) -> Counts:
         """Returns the request's figures so far."""

@@ -10,9 +10,10 @@ import queue
 import threading
 import time
 from abc import abstractmethod
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -66,7 +67,7 @@ class ThreadedEngine(Engine):
         self._fault: BaseException | None = None
         self._noted: dict[str, Sequence[int]] = {}  # answers that are not yet in the store
         self._kept: dict[str, int] = {}  # the store's figures
-        self._totals = Counter[str]()  # the `totals` of all requests that have ended
+        self._counted = Figures()  # of all requests that have ended
         self._request_s, self._running = 0.0, 0  # moving average of the seconds that a request takes
         self._scheduler: Any = None
         self._store: Any = None
@@ -183,17 +184,12 @@ class ThreadedEngine(Engine):
 
     def figures(self) -> Figures:
         with self._lock:
-            counted, waiting = self._totals.copy(), len(self._open)
+            figures = replace(self._counted, **self._kept, **self._memory_figures())
             for request in self._open:
-                counted.update(request.totals())
-        running = min(self._running, waiting)
-        return Figures(
-            **counted,
-            running=running,
-            waiting=waiting - running,
-            **self._kept,
-            **self._memory_figures(),
-        )
+                request.add_to(figures)
+            figures.running = min(self._running, len(self._open))
+            figures.waiting = len(self._open) - figures.running
+        return figures
 
     @property
     def alive(self) -> bool:
@@ -316,7 +312,7 @@ class ThreadedEngine(Engine):
         self._request_s = 0.9 * self._request_s + 0.1 * took if self._request_s else took
         with self._lock:
             self._open.pop(request, None)
-            self._totals.update(request.totals())
+            request.add_to(self._counted)
             for key in request.answers:  # the store has them now, or no session was kept
                 self._noted.pop(key, None)
 
