@@ -79,6 +79,7 @@ class Request(Ticket):
 
     cancelled: whether the request is to end. session: name of the request's session, None if there is none yet.
     answers: answers that were noted while there was no session, base ids by key.
+
     cache: cache of this request alone, None while the request is a row of a batch. reason: finish reason, None while
     the request goes on. error: exception that made the request fail. whole: False if an error left the cache in an
     unknown state. draws: sampler. penalties: logits processors, without canonical decoding. outgrown: whether the

@@ -357,6 +357,7 @@ class _CallersCache(NoSessions):
     """Takes the place of a session store: gives the only request the caller's cache, which holds `ids` ids."""
 
     def __init__(self, cache: Any, ids: int) -> None:
+        super().__init__()
         self._cache, self._ids = cache, ids
 
     def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> Checkout:

@@ -20,7 +20,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -401,55 +402,18 @@ class SessionStore:
                 self._list.remove(session)
 
 
-class NoSessions:
-    """Takes the place of a `SessionStore` that keeps no sessions: every prompt is read whole."""
+class NoSessions(SessionStore):
+    """A store that keeps no sessions: every prompt is read whole."""
 
-    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> None:
-        """Returns None: there is no session."""
+    def __init__(self) -> None:
+        super().__init__(cast(Any, SimpleNamespace(merge_size=1, own_pack_key="")), SessionOptions())
 
-    def find_difference(self, base_ids: Sequence[int], pack_key: str) -> None:
-        """Returns None: there is no session."""
-
-    def put(self, cache: list[Any], **facts: Any) -> None:
+    def put(self, cache: Any, **facts: Any) -> Any:
         """Returns None: the cache is dropped."""
-
-    def release(self, name: str) -> None:
-        """Does nothing."""
-
-    def answers(self) -> Mapping[str, Sequence[int]]:
-        """Returns no answers."""
-        return {}
-
-    def note_answer(self, name: str, key: str, base_ids: Sequence[int]) -> None:
-        """Does nothing."""
-
-    def sessions(self) -> list[SessionInfo]:
-        """Returns no sessions."""
-        return []
-
-    def save(self, name: str, file: Path) -> NoReturn:
-        """Raises `EngineError`."""
-        raise UnknownSessionError(f"there is no session {name!r}: this engine keeps none")
 
     def load(self, file: Path) -> NoReturn:
         """Raises `EngineError`."""
         raise EngineError(f"{file}: this engine keeps no sessions")
 
-    def drop(self, name: str) -> NoReturn:
-        """Raises `EngineError`."""
+    def _session_named(self, name: str) -> NoReturn:
         raise UnknownSessionError(f"there is no session {name!r}: this engine keeps none")
-
-    def purge(self) -> int:
-        """Returns 0."""
-        return 0
-
-    def continue_writing(self) -> bool:
-        """Returns False: there is nothing to write."""
-        return False
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def figures(self) -> dict[str, int]:
-        """Returns no figures."""
-        return {}
