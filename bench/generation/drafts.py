@@ -288,6 +288,7 @@ class _ReadPrompt(NoSessions):
     """A session store for one request: returns caches that have read the request's prompt except the last id."""
 
     def __init__(self, cache: list[Any]) -> None:
+        super().__init__()
         self._cache = cache
 
     def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> Checkout:

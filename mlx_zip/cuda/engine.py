@@ -42,7 +42,7 @@ from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
-from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_tuned_rows_check
+from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, GenerationError, ModelError
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -60,7 +60,7 @@ class CudaEngine(ThreadedEngine):
             model, self.tokenizer = load()
             self._device = model.device
             make_gpu_current(model.device)  # in this thread too; another thread may have loaded the model
-            return CudaServed(model, self.tokenizer, name, self._options)
+            return CudaServed(model, self.tokenizer, self._options)
         except torch.OutOfMemoryError as error:
             raise as_out_of_memory_error(error) from error
 
@@ -185,7 +185,7 @@ class CudaServed:
 
     machines, batches = None, False
 
-    def __init__(self, model: CudaModel, tokenizer: Any, name: str, options: ServeOptions) -> None:
+    def __init__(self, model: CudaModel, tokenizer: Any, options: ServeOptions) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options.run
         config, decoder = model.config, model.folder.decoder
         self.long_context = decoder.rope.long_from
@@ -204,7 +204,6 @@ class CudaServed:
         self.group = CudaGroup(self.row_handles, pad_id, ahead)
         self.weight_bytes = 0  # used only to decide whether to merge groups; here there is one group
         self.facts = self._model_facts()
-        self.info = make_engine_info(name, model.fingerprint, self.facts)
         self._take_warm_up_step()
 
     def _ids_per_request(self, options: ServeOptions, context: int | None) -> int:
@@ -247,9 +246,11 @@ class CudaServed:
             context=self.context,
             by_base=self.by_base,
             params=None if config is None else model.default_start.params,
+            model=model.fingerprint,
             tokenizer=tokenizer_fingerprint(self.tokenizer),
-            check_start=make_tuned_rows_check(model.fingerprint, model.sides == 1, model.width),
             kv_bytes_per_id=self.kv_bytes_per_id,
+            sides_are_one=model.sides == 1,
+            row_width=model.width,
         )
 
     # ---- what the engine's thread asks for

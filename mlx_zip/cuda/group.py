@@ -71,7 +71,7 @@ class CudaGroup:
         for request in self._chosen:
             if request.error is not None:
                 continue
-            if request.handle.cancelled:
+            if request.cancelled:
                 request.reason = "cancelled"
                 continue
             try:
@@ -97,12 +97,7 @@ class CudaGroup:
             self._update_codebooks()
         self._row_handles.release_postponed()
         for request in self.requests:
-            if (
-                request.reason is None
-                and request.error is None
-                and request.handle.cancelled
-                and request not in self._chosen
-            ):
+            if request.reason is None and request.error is None and request.cancelled and request not in self._chosen:
                 request.reason = "cancelled"  # before its first id
         leaving = [request for request in self.requests if request.reason is not None or request.error is not None]
         self.requests, chosen, self._chosen = (

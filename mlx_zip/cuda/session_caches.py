@@ -32,7 +32,7 @@ from mlx_zip.engine.sessions.file_format import (
     position_settings_text,
 )
 from mlx_zip.engine.sessions.files import raise_if_other_ids
-from mlx_zip.engine.sessions.session import FileParts, Ids, Session, ids_in_book
+from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book
 from mlx_zip.errors import ModelError
 from mlx_zip.packs.pack import tuned_fingerprint
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -87,7 +87,7 @@ class CudaCaches:
 
     # ---- files
 
-    def to_file_parts(self, session: Session) -> FileParts:
+    def file_contents(self, session: Session) -> FileContents:
         snapshot: Snapshot = session.cache
         keys_values = snapshot.keys_values
         tensors = {
@@ -99,7 +99,8 @@ class CudaCaches:
         }
         if session.random_state is not None:
             tensors["random_state"] = ("U8", session.random_state.numpy())
-        return FileParts(tensors, {FACT_PREFIX + FREQUENCY_SET_FACT: str(snapshot.frequency_set)})
+        found = {name: FileTensor(dtype, values.shape, values) for name, (dtype, values) in tensors.items()}
+        return FileContents({FACT_PREFIX + FREQUENCY_SET_FACT: str(snapshot.frequency_set)}, found)
 
     def cache_from_file(self, contents: FileContents, session: Session) -> tuple[Snapshot, torch.Tensor | None]:
         tensors = contents.tensors

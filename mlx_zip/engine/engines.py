@@ -195,20 +195,15 @@ _MOST_HELD = 64
 log = logging.getLogger(__name__)
 
 
-class _Ticket(Ticket):
-    """A request's ticket. inner: ticket from the engine, None while held. cancelled: whether the request is to end."""
-
-    def __init__(self) -> None:
-        self.inner: Ticket | None = None
-        self.cancelled = False
-
-
-class _Request:
-    """A request for an engine. deaf: whether `deliver` has raised; if so, `deliver` is not called any more."""
+class _Request(Ticket):
+    """A request for an engine. inner: ticket from the engine, None while held. cancelled: whether the request is to
+    end. deaf: whether `deliver` has raised; if so, `deliver` is not called any more.
+    """
 
     def __init__(self, engine: Engine, submission: Submission, deliver: Deliver) -> None:
-        self.engine, self.submission, self.deliver, self.ticket = engine, submission, deliver, _Ticket()
-        self.deaf = False
+        self.engine, self.submission, self.deliver = engine, submission, deliver
+        self.inner: Ticket | None = None
+        self.cancelled = self.deaf = False
 
 
 class _Turns:
@@ -236,19 +231,18 @@ class _Turns:
                 )  # with the lock, so that it comes before `Started`
         if goes:
             self._submit_begun(request)
-        return request.ticket
+        return request
 
-    def cancel(self, ticket: _Ticket, engine: Engine) -> None:
+    def cancel(self, request: _Request) -> None:
         """Ends a request soon, whether running or held."""
         with self._lock:
-            ticket.cancelled = True
-            held = next((one for one in self._held if one.ticket is ticket), None)
-            if held is not None:
-                self._held.remove(held)
-        if held is not None:
-            self._deliver_or_cancel(held, Finished("cancelled", Counts()))
-        elif ticket.inner is not None:
-            engine.cancel(ticket.inner)
+            request.cancelled = True
+            if held := request in self._held:
+                self._held.remove(request)
+        if held:
+            self._deliver_or_cancel(request, Finished("cancelled", Counts()))
+        elif request.inner is not None:
+            request.engine.cancel(request.inner)
 
     def _count_begun(self, request: _Request) -> None:
         """Counts a request as running. The caller holds the lock."""
@@ -258,12 +252,12 @@ class _Turns:
     def _submit_begun(self, request: _Request) -> None:
         """Submits a request that is counted as running to its engine. Raises what the engine raises."""
         try:
-            request.ticket.inner = request.engine.submit(request.submission, partial(self._deliver, request))
+            request.inner = request.engine.submit(request.submission, partial(self._deliver, request))
         except BaseException:
             self._count_ended()
             raise
-        if request.ticket.cancelled:
-            request.engine.cancel(request.ticket.inner)
+        if request.cancelled:
+            request.engine.cancel(request.inner)
 
     def _deliver(self, request: _Request, event: Event) -> None:
         """Delivers an event. After a request's last event, submits held requests that may now run."""
@@ -280,7 +274,7 @@ class _Turns:
         except Exception:
             log.exception("the receiver of a request's events failed: the request is cancelled")
             request.deaf = True
-            self.cancel(request.ticket, request.engine)
+            self.cancel(request)
 
     def _count_ended(self) -> None:
         """Counts a request as ended. If none is left running, submits the next held requests, all of one engine."""
@@ -320,10 +314,10 @@ class InTurn:
         return self._turns.submit(_Request(self.inner, submission, deliver))
 
     def cancel(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, _Ticket)
-        self._turns.cancel(ticket, self.inner)
+        assert isinstance(ticket, _Request)
+        self._turns.cancel(ticket)
 
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
-        assert isinstance(ticket, _Ticket)
+        assert isinstance(ticket, _Request)
         if ticket.inner is not None:
             self.inner.note_answer(ticket.inner, key, base_ids)

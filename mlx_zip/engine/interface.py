@@ -255,7 +255,7 @@ class SessionInfo:
     used: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Figures:
     """An engine's counts since its start. running, waiting, sessions and *_bytes (except the peak) are current values.
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.drafts import Drafter
-from mlx_zip.engine.interface import EngineInfo
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.submissions import ModelFacts
@@ -149,7 +148,6 @@ class Served(Protocol):
 
 
 class ServedByEngine(Served, Protocol):
-    """A loaded model that an engine serves. facts: what checks of submissions need. info: what fronts need."""
+    """A loaded model that an engine serves. facts: what checks of submissions need."""
 
     facts: ModelFacts
-    info: EngineInfo

@@ -57,17 +57,6 @@ class Share:
         self._refused = refused + FADES * (self._refused - refused)
 
 
-class HeadRecord:
-    """Figures of a model's draft head over all requests. times: seconds per proposed id in the latest drafts.
-
-    accepted: the share of the head's ids that are accepted; fades with each new request. Two engines in different
-    threads that serve one model object may lose an update.
-    """
-
-    def __init__(self) -> None:
-        self.times, self.accepted = deque[float](maxlen=KEPT), Share(HEAD_SHARE)
-
-
 class Figure(NamedTuple):
     """The kind of passes that were timed: `ids` ids in each of up to `rows` rows, on caches of up to `held` ids."""
 
@@ -89,7 +78,9 @@ class PassCosts:
     may include an allocation or the compilation of a kernel, so a width that was timed once is tried again; until then,
     a known cost at another length takes precedence.
 
-    passes: number of passes noted in this process.
+    passes: number of passes noted in this process. head_times: seconds per proposed id in the latest drafts of the
+    model's draft head. head_share: the share of the head's ids that are accepted; fades with each new request. Two
+    engines in different threads that serve one model object may lose an update of these two.
     """
 
     def __init__(self) -> None:
@@ -98,7 +89,7 @@ class PassCosts:
         self._known: dict[tuple[int, int], _Known] = {}  # results of `_find_known_costs`, until costs change
         self._weighed: tuple[Any, int] = None, 0  # last input and result of `best_draft_length`, until costs change
         self.passes, self._tried = 0, -TRY_AGAIN_EVERY  # so that a cheap first trial is due at once
-        self.head = HeadRecord()
+        self.head_times, self.head_share = deque[float](maxlen=KEPT), Share(HEAD_SHARE)
         self._trial, self._in_vain = 0, 0  # the width of the last trial, and trials since one was timed
 
     def note_pass(self, ids: int, held: int, seconds: float, rows: int = 1, known: bool = False) -> None:

@@ -22,6 +22,7 @@ from mlx_zip.engine.interface import (
     Emitted,
     Event,
     Failed,
+    Figures,
     Finished,
     Likely,
     Origin,
@@ -37,18 +38,6 @@ from mlx_zip.errors import EngineError, MlxZipError, first_message_line
 
 log = logging.getLogger(__name__)
 COUNT_S = 0.1  # minimum seconds between two `Counted` events of one request
-
-
-class Handle(Ticket):
-    """The ticket of one request. cancelled: whether the request is to end. session: name of the request's session, None
-    if there is none yet. answers: answers that were noted while there was no session, base ids by key. ended: whether
-    the last event was delivered and the session stored, if it is kept.
-    """
-
-    def __init__(self) -> None:
-        self.cancelled = self.ended = False
-        self.session: str | None = None
-        self.answers: dict[str, tuple[int, ...]] = {}
 
 
 @dataclass
@@ -84,8 +73,12 @@ class Inline:
     ids: Any = None
 
 
-class Request:
-    """One request. The caller's thread creates it; only the engine's thread uses `begin` and all other members.
+class Request(Ticket):
+    """One request. The caller's thread creates it and may set `cancelled` and call `add_to`; only the engine's thread
+    uses `begin` and all other members.
+
+    cancelled: whether the request is to end. session: name of the request's session, None if there is none yet.
+    answers: answers that were noted while there was no session, base ids by key.
 
     cache: cache of this request alone, None while the request is a row of a batch. reason: finish reason, None while
     the request goes on. error: exception that made the request fail. whole: False if an error left the cache in an
@@ -99,7 +92,9 @@ class Request:
     def __init__(self, checked: Checked, deliver: Deliver, inline: Inline | None = None) -> None:
         self.checked, self.submission, self._deliver = checked, checked.submission, deliver
         self.inline = inline or Inline()
-        self.handle = Handle()
+        self.cancelled = False
+        self.session: str | None = None
+        self.answers: dict[str, tuple[int, ...]] = {}
         self.submitted_s, self.begun_s, self.first_s = time.perf_counter(), 0.0, 0.0
         self.cache: Any = None
         self.reason: str | None = None
@@ -116,10 +111,9 @@ class Request:
         self._row = 0
         self._emitted: Emitted | None = None
         self.drafter: Drafter | None = None  # None if nothing is to be proposed
-        self._proposed_before = 0
         self._entries: _NewEntries | Origins | None = None  # made with the first id, None for a plain model
         self._counted_s = 0.0
-        self._deaf = self.outgrown = self.ended = False
+        self._deaf = self._started = self.outgrown = self.ended = False
         self.whole = True
         self.keep = self.submission.keep
 
@@ -154,6 +148,7 @@ class Request:
         self.penalties = [*served.make_penalties(self.checked.sampling, self._state), *self.inline.processors]
         self._per_id = served.kv_bytes_per_id
         self.drafter = served.make_drafter(lambda: [*self.held_base_ids(), *rest.tolist()], self.checked.prediction)
+        self._started = True
         self.send(Started(len(base_ids), checkout.base_tokens, len(self.prompt_ids), differing))
 
     def prompt_tokens_fitting(self, room: int) -> int:
@@ -279,25 +274,6 @@ class Request:
         position = self.book.base_length + len(self.expand(token)) - 1 if self._by_base else self.book.mark()
         return position >= self._context
 
-    @property
-    def emitted_base_tokens(self) -> int:
-        """Number of base ids of the chosen id that is not yet delivered, 0 if there is none."""
-        return 0 if self._emitted is None else len(self._emitted.base_ids)
-
-    @property
-    def emitted_from_draft(self) -> bool:
-        """Whether a draft proposed the chosen id that is not yet delivered."""
-        return self._emitted is not None and self._emitted.from_draft
-
-    @property
-    def _proposed(self) -> int:
-        return 0 if self.drafter is None else self.drafter.proposed
-
-    def take_newly_proposed(self) -> int:
-        """Returns how many ids drafts have proposed since the last call."""
-        before, self._proposed_before = self._proposed_before, self._proposed
-        return self._proposed - before
-
     # ---- events
 
     def send(self, event: Event) -> None:
@@ -308,7 +284,7 @@ class Request:
             self._deliver(event)
         except Exception:
             log.exception("the receiver of a request's events failed: the request is cancelled")
-            self._deaf = self.handle.cancelled = True
+            self._deaf = self.cancelled = True
 
     def send_emitted(self) -> None:
         """Delivers the last chosen id, if not yet delivered, with the entries installed since the previous delivery.
@@ -332,6 +308,23 @@ class Request:
         else:
             self.send(Finished(self.reason or "cancelled", self.counts()))
 
+    def add_to(self, figures: Figures) -> None:
+        """Adds what the request has counted so far to an engine's figures. May be called from any thread."""
+        drafter = self.drafter
+        if self.ended:
+            figures.requests += 1
+            figures.failed += self.error is not None
+            figures.cancelled += self.error is None and self.reason in (None, "cancelled")
+        if self._started:
+            figures.prompt_tokens += len(self.checked.base_ids)
+            figures.cached_tokens += self.cached_tokens
+        figures.base_tokens += self.base_tokens
+        figures.steps += self.steps
+        figures.hypertokens += self.hypertokens
+        figures.proposed += 0 if drafter is None else drafter.proposed
+        figures.accepted += self.accepted
+        figures.passes += self.steps - self.accepted
+
     def counts(self) -> Counts:
         """Returns the request's figures so far."""
         now, book = time.perf_counter(), self.book
@@ -346,7 +339,7 @@ class Request:
             entries=0 if book is None else len(book),
             codebook_size=0 if book is None else book.params.codebook_size,
             kv_bytes_saved=saved,
-            proposed=self._proposed,
+            proposed=0 if self.drafter is None else self.drafter.proposed,
             accepted=self.accepted,
             proposed_tokens=0 if self.drafter is None else self.drafter.proposed_tokens,
             accepted_tokens=self.accepted_tokens,

@@ -8,10 +8,9 @@ Requests take their steps as one batch if reading the padding costs less than re
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,34 +23,13 @@ log = logging.getLogger(__name__)
 CLEAR_EVERY = 256  # rounds between two releases of cached buffers, as in mlx-lm
 
 
-@dataclass
-class Totals:
-    """Counts since the engine started, as in `Figures`.
-
-    seconds: moving average of the seconds that a request takes, 0 before the first request has ended.
-    """
-
-    requests: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    base_tokens: int = 0
-    steps: int = 0
-    hypertokens: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    passes: int = 0
-    seconds: float = 0.0
-
-
 class Scheduler:
     """Runs requests on one model.
 
     store: the kept sessions. max_running: maximum number of running requests, in prefill or taking steps. max_kv_bytes:
-    maximum bytes of the KV caches of all running requests, None for no bound. ended: called with each request after its
-    end. make_reading: returns the `Reading` of a request that has a cache. raises: whether `run_round` raises errors;
-    if False, an error ends the requests in which it occurred.
+    maximum bytes of the KV caches of all running requests, None for no bound. ended: called with each request at its
+    end, before the request's memory is released. make_reading: returns the `Reading` of a request that has a cache.
+    raises: whether `run_round` raises errors; if False, an error ends the requests in which it occurred.
     """
 
     def __init__(
@@ -65,7 +43,6 @@ class Scheduler:
         raises: bool = False,
     ) -> None:
         self.served, self.store, self.max_running, self.max_kv_bytes = served, store, max_running, max_kv_bytes
-        self.totals = Totals()
         self.waiting: deque[Request] = deque()
         self.readings: deque[Reading] = deque()
         self.groups: list[Group] = []
@@ -116,7 +93,7 @@ class Scheduler:
     def cancel_all(self) -> None:
         """Cancels every request."""
         for request in (*self.waiting, *self.running):
-            request.handle.cancelled = True
+            request.cancelled = True
 
     def fail_all(self, error: BaseException) -> None:
         """Ends every request with `error` and frees its memory. Keeps no session, because a step may be half done."""
@@ -134,7 +111,7 @@ class Scheduler:
     # ---- waiting requests
 
     def _end_cancelled_waiting(self) -> None:
-        for request in [request for request in self.waiting if request.handle.cancelled]:
+        for request in [request for request in self.waiting if request.cancelled]:
             self.waiting.remove(request)
             self._end_request(request)
 
@@ -158,13 +135,11 @@ class Scheduler:
         differing = self.store.find_difference(checked.base_ids, checked.pack_key)
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not request.keep, start=checked.start)
         if found is not None:
-            request.handle.session = found.name
+            request.session = found.name
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
         if not request.keep:
             found = replace(found, random_state=None)  # other requests may continue from this session too
         request.begin(self.served, found, differing)
-        self.totals.prompt_tokens += len(checked.base_ids)
-        self.totals.cached_tokens += request.cached_tokens
         self.readings.append(self._make_reading(request))
 
     # ---- prompts
@@ -179,7 +154,7 @@ class Scheduler:
         left = chunk = (alone and options.alone_step_size) or options.prefill_step_size
         while self.readings and (left == chunk or min(chunk, self.readings[0].left) <= left):
             reading = self.readings.popleft()
-            if reading.request.handle.cancelled:
+            if reading.request.cancelled:
                 self._end_request(reading.request)
                 continue
             others = self._take_short_prompts(reading, left)
@@ -205,7 +180,7 @@ class Scheduler:
             if (
                 other.batch_key == reading.batch_key
                 and padded <= min(at_most, 1.25 * ids)
-                and not other.request.handle.cancelled
+                and not other.request.cancelled
             ):
                 self.readings.remove(other)
                 found.append(other)
@@ -224,23 +199,10 @@ class Scheduler:
         self._regroup()
         self._run_for_groups(lambda group: group.launch_pass())
         for request in before:
-            self._deliver_emitted(request)
+            request.send_emitted()
         for request in leaving:
             self._end_request(request)
         self._run_for_groups(lambda group: group.finish_choosing())
-
-    def _deliver_emitted(self, request: Request) -> None:
-        """Delivers and counts a request's chosen id that is not yet delivered, if there is one."""
-        if request.ended:
-            return
-        self.totals.proposed += request.take_newly_proposed()
-        if request.emitted_base_tokens:
-            self.totals.accepted += request.emitted_from_draft
-            self.totals.passes += not request.emitted_from_draft
-            self.totals.steps += 1
-            self.totals.base_tokens += request.emitted_base_tokens
-            self.totals.hypertokens += request.emitted_base_tokens > 1
-            request.send_emitted()
 
     def _run_for_groups(self, part: Callable[[Group], Any]) -> list[Any]:
         """Runs one part of a step for every group and returns the results. If a group raises, all its requests fail."""
@@ -336,28 +298,21 @@ class Scheduler:
             return otherwise
 
     def _end_request(self, request: Request) -> None:
-        """Ends a request: counts it, delivers its last event, and keeps its session."""
+        """Ends a request: delivers its last event, and keeps its session."""
         if request.ended:
             return
         if self._raises and request.error is not None:
             raise request.error
-        self._deliver_emitted(request)
+        request.send_emitted()
         request.ended = True
-        totals = self.totals
-        totals.requests += 1
-        totals.failed += request.error is not None
-        totals.cancelled += request.error is None and request.reason in (None, "cancelled")
-        took = time.perf_counter() - (request.begun_s or request.submitted_s)
-        totals.seconds = took if not totals.seconds else 0.9 * totals.seconds + 0.1 * took
         request.send_last_event()
         try:
             self._keep_session(request)
         finally:
-            request.handle.ended = True
+            self._ended(request)
             request.release_memory()
             if not request.keep:
                 self.served.clear_draft_cache()
-            self._ended(request)
 
     def _keep_session(self, request: Request) -> None:
         """Puts a request's cache into the store, if the cache is whole and the request is to be kept."""
@@ -370,22 +325,21 @@ class Scheduler:
 
     def _put_in_store(self, request: Request, cache: Any) -> None:
         """Stores `cache` as the request's session. If it is None or not to be kept, only releases the session used."""
-        handle = request.handle
         if cache is None or not request.whole or not request.keep or not request.held_ids:
-            if handle.session is not None:
-                self.store.release(handle.session)
-                handle.session = None
+            if request.session is not None:
+                self.store.release(request.session)
+                request.session = None
             return
         try:
-            handle.session = self.store.put(
+            request.session = self.store.put(
                 cache,
                 base_ids=request.held_base_ids(),
                 pack_key=request.checked.pack_key,
-                name=handle.session,
-                answers=handle.answers,
+                name=request.session,
+                answers=request.answers,
                 random_state=request.draws.state,
             )
         except Exception:  # the answer was delivered: only the session is lost
             log.exception("a session could not be kept")
-            self.store.release(handle.session or "")
-            handle.session = None
+            self.store.release(request.session or "")
+            request.session = None

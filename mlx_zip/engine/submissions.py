@@ -15,6 +15,7 @@ import numpy as np
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.engine.interface import EngineInfo, Submission
+from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, PromptTooLongError
 from mlx_zip.files import expand_home
@@ -26,12 +27,13 @@ UNLIMITED_IDS = 2048  # number of answer ids that KV cache is reserved for if a 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts about a model that checks of submissions need.
+    """The facts about a model that checks of submissions need. Any thread may use them.
 
     vocab_size: number of base ids. width: columns of the logits, None if unknown. context: maximum number of positions,
     None without a limit. by_base: whether positions count base tokens. params: the codec, None for a model without
-    hypertokens. tokenizer: fingerprint of the tokenizer. check_start: function that raises `ModelError` if a pack's
-    rows were tuned for another model. kv_bytes_per_id: bytes that one id takes in the KV caches.
+    hypertokens. model, tokenizer: fingerprints of the weights and of the tokenizer. kv_bytes_per_id: bytes that one id
+    takes in the KV caches. sides_are_one: whether an entry has one hyper row for input and output. row_width: numbers
+    per hyper row.
     """
 
     vocab_size: int
@@ -39,30 +41,25 @@ class ModelFacts:
     context: int | None
     by_base: bool
     params: CodecParams | None
+    model: str
     tokenizer: str
-    check_start: Callable[[Any], None]
     kv_bytes_per_id: int
+    sides_are_one: bool = False
+    row_width: int = 0
+
+    def check_tuned_rows(self, pack: Pack) -> None:
+        """Raises `ModelError` if the pack's rows were tuned for another model."""
+        if pack.rows is not None:
+            pack.rows.check_model(self.model, self.sides_are_one, self.row_width)
 
 
-def make_tuned_rows_check(model: str, sides_are_one: bool, width: int) -> Callable[[Any], None]:
-    """Returns a function, for any thread, that raises `ModelError` if a pack's rows were tuned for another model.
-
-    model: fingerprint of the weights. sides_are_one: whether an entry has one row for input and output. width: numbers
-    per row.
-    """
-
-    def check(start: Any) -> None:
-        if start.rows is not None:
-            start.rows.check_model(model, sides_are_one, width)
-
-    return check
-
-
-def make_engine_info(name: str, model: str, facts: ModelFacts) -> EngineInfo:
-    """Returns a model's facts for fronts. name: what the model was opened by. model: fingerprint of the weights."""
-    both = hashlib.sha256(f"{model} {facts.tokenizer}".encode()).hexdigest()
+def make_engine_info(name: str, facts: ModelFacts, options: ServeOptions) -> EngineInfo:
+    """Returns a model's facts for fronts. name: what the model was opened by."""
+    both = hashlib.sha256(f"{facts.model} {facts.tokenizer}".encode()).hexdigest()
     sizes = (0, 0) if facts.params is None else (facts.params.merge_size, facts.params.codebook_size)
-    return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both, max_base_tokens(facts))
+    bounds = [bound for bound in (max_base_tokens(facts), options.max_prompt_tokens) if bound is not None]
+    most = options.max_running + options.max_waiting
+    return EngineInfo(name, facts.vocab_size, facts.context, *sizes, both, min(bounds, default=None), most)
 
 
 @dataclass(frozen=True)
@@ -275,7 +272,7 @@ class _PackCache:
 
         def checked() -> Any:
             pack.check_tokenizer(self._facts.tokenizer, pack.name or "the pack")
-            self._facts.check_start(pack)
+            self._facts.check_tuned_rows(pack)
             assert self._facts.params is not None
             self._facts.params.with_start(pack)
             return pack

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,6 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.interface import (
     Deliver,
     Engine,
-    EngineInfo,
     Figures,
     Likely,
     PromptId,
@@ -35,11 +34,11 @@ from mlx_zip.engine.interface import (
 )
 from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.parts import Reading, Served, ServedByEngine
-from mlx_zip.engine.request import Handle, Request
-from mlx_zip.engine.scheduler import Scheduler, Totals
+from mlx_zip.engine.request import Request
+from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored, compress_parts
 from mlx_zip.engine.sessions.store import NoSessions
-from mlx_zip.engine.submissions import Checks
+from mlx_zip.engine.submissions import Checks, make_engine_info
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_message_line
 from mlx_zip.packs.pack import Pack
 
@@ -68,7 +67,8 @@ class ThreadedEngine(Engine):
         self._fault: BaseException | None = None
         self._noted: dict[str, Sequence[int]] = {}  # answers that are not yet in the store
         self._kept: dict[str, int] = {}  # the store's figures
-        self._totals, self._running = Totals(), 0
+        self._counted = Figures()  # of all requests that have ended
+        self._request_s, self._running = 0.0, 0  # moving average of the seconds that a request takes
         self._scheduler: Any = None
         self._store: Any = None
         self._thread = threading.Thread(
@@ -95,7 +95,7 @@ class ThreadedEngine(Engine):
                 raise EngineBusyError(f"{waiting} requests wait already; ask again later", self._retry_after_s(waiting))
             self._inbox.post(lambda: self._add_request(request))
             self._open[request] = None
-        return request.handle
+        return request
 
     def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
         """Checks a submission and returns its request. Raises what `submit` raises if the request cannot be met."""
@@ -106,7 +106,7 @@ class ThreadedEngine(Engine):
         self._scheduler.add_request(request)
 
     def cancel(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, Handle)
+        assert isinstance(ticket, Request)
         if not ticket.ended:
             ticket.cancelled = True
             self._inbox.wake()
@@ -133,25 +133,25 @@ class ThreadedEngine(Engine):
     def _retry_after_s(self, waiting: int) -> float:
         """Estimates the seconds until one of `waiting` requests begins."""
         rounds = (waiting + 1) / self._options.max_running
-        return max(LEAST_RETRY_S, rounds * self._totals.seconds)
+        return max(LEAST_RETRY_S, rounds * self._request_s)
 
     # ---- sessions
 
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
-        assert isinstance(ticket, Handle)
+        assert isinstance(ticket, Request)
         ids = tuple(map(int, base_ids))
         with self._lock:
             self._noted[key] = ids
         self._inbox.post(lambda: self._attach_answer_to_session(ticket, key, ids))
 
-    def _attach_answer_to_session(self, ticket: Handle, key: str, base_ids: tuple[int, ...]) -> None:
-        """Notes an answer's base ids in its session or, while the request has no session yet, in its ticket."""
-        if ticket.session is None and not ticket.ended:
-            ticket.answers[key] = base_ids
+    def _attach_answer_to_session(self, request: Request, key: str, base_ids: tuple[int, ...]) -> None:
+        """Notes an answer's base ids in its session or, while there is no session yet, in its request."""
+        if request.session is None and not request.ended:
+            request.answers[key] = base_ids
             return
         try:
-            if ticket.session is not None:
-                self._store.note_answer(ticket.session, key, base_ids)
+            if request.session is not None:
+                self._store.note_answer(request.session, key, base_ids)
         finally:
             with self._lock:
                 self._noted.pop(key, None)
@@ -183,16 +183,13 @@ class ThreadedEngine(Engine):
     # ---- figures and the end
 
     def figures(self) -> Figures:
-        totals = self._totals
-        counted = {field.name: getattr(totals, field.name) for field in fields(totals) if field.name != "seconds"}
-        running = min(self._running, waiting := len(self._open))
-        return Figures(
-            **counted,
-            running=running,
-            waiting=waiting - running,
-            **self._kept,
-            **self._memory_figures(),
-        )
+        with self._lock:
+            figures = replace(self._counted, **self._kept, **self._memory_figures())
+            for request in self._open:
+                request.add_to(figures)
+            figures.running = min(self._running, len(self._open))
+            figures.waiting = len(self._open) - figures.running
+        return figures
 
     @property
     def alive(self) -> bool:
@@ -236,13 +233,12 @@ class ThreadedEngine(Engine):
         """Loads the model, and creates the checks, the session store and the scheduler."""
         options = self._options
         served = self._make_served(load, name)
-        self.info = _info_with_bounds(served.info, options)
+        self.info = make_engine_info(name, served.facts, options)
         bound = self._max_kv_bytes(served)
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
         self._answers = self._store.answers()
         self._scheduler = self._make_scheduler(served, bound)
-        self._totals = self._scheduler.totals
         self._update_figures()
 
     @abstractmethod
@@ -312,9 +308,12 @@ class ThreadedEngine(Engine):
 
     def _forget_ended(self, request: Request) -> None:
         self._update_figures()
+        took = time.perf_counter() - (request.begun_s or request.submitted_s)
+        self._request_s = 0.9 * self._request_s + 0.1 * took if self._request_s else took
         with self._lock:
             self._open.pop(request, None)
-            for key in request.handle.answers:  # the store has them now, or no session was kept
+            request.add_to(self._counted)
+            for key in request.answers:  # the store has them now, or no session was kept
                 self._noted.pop(key, None)
 
     def _stop_after_fault(self, fault: BaseException) -> None:
@@ -348,7 +347,8 @@ class ThreadedEngine(Engine):
         for request in list(self._open):
             request.error = error
             request.send_last_event()
-        self._open.clear()
+        with self._lock:
+            self._open.clear()
         self._running = 0
 
     def _close_store(self) -> None:
@@ -357,12 +357,6 @@ class ThreadedEngine(Engine):
             self._store.close()
         except Exception:
             log.exception("sessions could not be written")
-
-
-def _info_with_bounds(info: EngineInfo, options: ServeOptions) -> EngineInfo:
-    bounds = [bound for bound in (info.max_prompt_tokens, options.max_prompt_tokens) if bound is not None]
-    most = options.max_running + options.max_waiting
-    return replace(info, max_prompt_tokens=min(bounds, default=None), max_requests=most)
 
 
 def _compress_prompt(params: CodecParams | None, base_ids: Uint32s, pack: Pack | None) -> Compressed:

@@ -31,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.cuda.network.checkpoint import folder_fingerprint
 from mlx_zip.device import peak_rss_bytes
-from mlx_zip.engine.interface import Deliver, EngineInfo, SessionInfo, Submission
+from mlx_zip.engine.interface import Deliver, SessionInfo, Submission
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.sampling.options import Sampling
@@ -39,7 +39,7 @@ from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
-from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_tuned_rows_check
+from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, EngineError, GenerationError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
@@ -206,7 +206,7 @@ def load_on_vllm(
     with _wrong_arguments():
         llm = LLMEngine.from_engine_args(vllm_args)
     try:
-        return VllmServed(llm, tokenizer, made, start, tied, fingerprint, model_name)
+        return VllmServed(llm, tokenizer, made, start, tied, fingerprint)
     except BaseException:
         llm.engine_core.shutdown()
         raise
@@ -257,7 +257,6 @@ class VllmServed:
         pack: Pack | None,
         tied: bool,
         fingerprint: str,
-        name: str,
     ) -> None:
         self.llm, self.tokenizer, self.pack, self.options = llm, tokenizer, pack, RunOptions()
         config, self.broken_id = (None, None) if made is None else (made.zip_config, made.broken_id)
@@ -273,20 +272,20 @@ class VllmServed:
         if self.params is not None and pack is not None:
             pack.check_made_for(tokenizer)
             self.params = self.params.with_start(pack)
-        sides_are_one = config is not None and config.encoder.tie_encoders and tied
         self.facts = ModelFacts(
             vocab_size=self.vocab_size,
             width=model.hf_config.vocab_size - self.hyper,  # without `broken_id`, the last id
             context=self.context,
             by_base=self.by_base,
             params=self.params,
+            model=fingerprint,
             tokenizer=tokenizer_fingerprint(tokenizer),
-            check_start=make_tuned_rows_check(fingerprint, sides_are_one, model.hf_config.hidden_size),
             kv_bytes_per_id=self.kv_bytes_per_id,
+            sides_are_one=config is not None and config.encoder.tie_encoders and tied,
+            row_width=model.hf_config.hidden_size,
         )
         if pack is not None:
-            self.facts.check_start(pack)
-        self.info: EngineInfo = make_engine_info(name, fingerprint, self.facts)
+            self.facts.check_tuned_rows(pack)
         self._names = itertools.count()
 
     def new_cache(self, start: Any) -> IdLog:
@@ -411,7 +410,7 @@ class VllmScheduler(Scheduler):
         self._end_cancelled_waiting()
         self._admit_waiting()
         for running in list(self.readings):
-            if running.request.handle.cancelled or running.request.error is not None:
+            if running.request.cancelled or running.request.error is not None:
                 self._end_running(running)
         if self._llm.has_unfinished_requests():
             running_by_name = {running.name: running for running in self.readings}
@@ -426,7 +425,8 @@ class VllmScheduler(Scheduler):
         """Takes the ids that vLLM has chosen for a request, in their order, and ends the request after its last id."""
         request, made, running.done = running.request, output.outputs[0], output.finished
         if not request.steps:
-            self._count_cached(request, output.num_cached_tokens or 0)
+            ids, book = output.num_cached_tokens or 0, request.book  # ids found in vLLM's prefix cache
+            request.cached_tokens = ids if book is None else int(book.logged_base_ids(0, ids)[1].sum())
         for at, chosen in enumerate(made.token_ids):
             found = made.logprobs[at] if made.logprobs else {}
             self._fail_if_it_raises([request], partial(self._take_id, request, _chosen(request, chosen, found)))
@@ -439,12 +439,6 @@ class VllmScheduler(Scheduler):
         if request.error is not None or request.reason is not None:
             self._end_running(running)
 
-    def _count_cached(self, request: Request, ids: int) -> None:
-        """Sets a request's cached tokens: base tokens of its first `ids` ids, found in vLLM's prefix cache."""
-        book, before = request.book, request.cached_tokens
-        request.cached_tokens = ids if book is None else int(book.logged_base_ids(0, ids)[1].sum())
-        self.totals.cached_tokens += request.cached_tokens - before
-
     def _take_id(self, request: Request, chosen: Chosen) -> None:
         if chosen.id == self._broken_id:
             raise EngineError("a worker of vLLM could not read the request's ids or its pack; vLLM's log says why")
@@ -454,7 +448,7 @@ class VllmScheduler(Scheduler):
                 request.note_read_ids([chosen.id])
             else:
                 request.book.push(chosen.id)
-        self._deliver_emitted(request)
+        request.send_emitted()
 
     def _end_running(self, running: Running) -> None:
         if not running.done:

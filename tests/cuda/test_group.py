@@ -64,7 +64,7 @@ class Request:
 
     def __init__(self, row_handles: RowHandles, name: str, fails: Exception | None = None) -> None:
         self.cache, self.fails = row_handles.add(name), fails
-        self.handle = SimpleNamespace(cancelled=False)
+        self.cancelled = False
         self.submission = SimpleNamespace(constraint=None, top_logprobs=None)
         self.drafter = None
         self.takes_best_id = True
@@ -91,7 +91,7 @@ def test_a_request_cancelled_before_its_first_id_leaves_at_once_with_its_whole_p
     first, late = Request(row_handles, "first"), Request(row_handles, "late")
     group.take_in(first)
     group.take_in(late)  # in the middle of the first one's step
-    late.handle.cancelled = True
+    late.cancelled = True
     group.hand_ids_to_requests()
     assert group.remove_ended() == [late]
     assert (late.reason, late.cache.snapshot) == ("cancelled", "snapshot of late")
@@ -102,7 +102,7 @@ def test_a_request_cancelled_before_its_first_id_leaves_at_once_with_its_whole_p
 def test_a_request_cancelled_in_a_step_is_kept_without_the_id_that_was_not_delivered(row_handles, group):
     one = Request(row_handles, "one")
     group.take_in(one)
-    one.handle.cancelled = True
+    one.cancelled = True
     group.hand_ids_to_requests()
     assert group.remove_ended() == [one]
     assert row_handles.batch.calls[1:] == [("trim", "one", 8)]
@@ -140,7 +140,7 @@ def test_a_request_of_which_no_snapshot_can_be_taken_is_not_kept_from_another_ro
         group.take_in(request)
     group.remove_ended()
     group.launch_pass()
-    requests[0].handle.cancelled = True
+    requests[0].cancelled = True
     row_handles.batch.snapshot = lambda row: [][row]
     group.hand_ids_to_requests()
     assert group.remove_ended() == requests[:1]

@@ -215,7 +215,7 @@ def rates_of_answers(monkeypatch, curve, head_s, are_right, kept):
         for length in range(8, 28):
             costs.note_pass(width, 1 << length, 0.009 * curve[width], known=True)
     for is_right in are_right:
-        head, began, ids = HeadSource(SimpleNamespace(propose=propose), costs.head), now[0], 0
+        head, began, ids = HeadSource(SimpleNamespace(propose=propose), costs), now[0], 0
         drafter = Drafter([], costs, head)
         drafter.note_body_output(mx.zeros(1), 5, ())
         for _ in range(75):

@@ -78,7 +78,7 @@ def test_a_prompt_is_read_in_large_chunks_only_while_nobody_else_waits(running):
     work.rounds(1)
     work.add(2, 3 * CHUNK)
     work.rounds(1)
-    first.handle.cancelled = True
+    first.cancelled = True
     work.rounds(1)
     reads = [note[1:] for note in work.served.notes if note[0] == "read"]
     assert reads[:2] == [(1, 4 * CHUNK), (1, CHUNK)]

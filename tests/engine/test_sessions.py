@@ -270,13 +270,14 @@ def test_the_index_finds_what_a_scan_finds_while_sequences_come_and_go():
     rng, index, held = random.Random(0), PrefixIndex(), {}
     for step in range(2000):
         ids = tuple(rng.choices((1, 2, 3), k=rng.randrange(12)))
-        found = index.find(np.array(ids, np.uint32))
-        assert found.depth == longest_common(ids, held.values())
-        assert dict(found.whole) == {name: len(x) for name, x in held.items() if ids[: len(x)] == x}
-        after = {x[found.depth :] for x in held.values() if x[: found.depth] == ids[: found.depth]} - {()}
-        assert any(x[: len(found.next)] == tuple(found.next) for x in after) or not (after or len(found.next))
-        assert bool(len(found.next)) == bool(after)
-        assert set(found.names()) == {n for n, x in held.items() if x[: found.depth] == ids[: found.depth]}
+        array = np.array(ids, np.uint32)
+        depth = index.common_prefix_length(array)
+        assert depth == longest_common(ids, held.values())
+        prefixes = [(name, tuple(x)) for name, x in index.prefixes_of(array)]
+        assert dict(prefixes) == {name: x for name, x in held.items() if ids[: len(x)] == x}
+        assert [len(x) for _, x in prefixes] == sorted((len(x) for _, x in prefixes), reverse=True)
+        beginning = {name: tuple(x) for name, x in index.beginning_with(array[:depth])}
+        assert beginning == {name: x for name, x in held.items() if x[:depth] == ids[:depth]}
         if held and rng.random() < 0.4:
             name = rng.choice(sorted(held))
             index.remove(name, np.array(held.pop(name), np.uint32))
@@ -285,16 +286,15 @@ def test_the_index_finds_what_a_scan_finds_while_sequences_come_and_go():
             index.add(f"{step}", np.array(ids, np.uint32))
 
 
-def test_a_search_among_a_thousand_long_sessions_compares_few_edges(monkeypatch):
+def test_a_search_among_a_thousand_long_sessions_compares_few_of_them(monkeypatch):
     rng = np.random.default_rng(0)
     system, index, sessions = rng.integers(0, 30000, 500), PrefixIndex(), []
     for number in range(1000):
         sessions.append(np.concatenate([system, rng.integers(0, 30000, 1500)]).astype(np.uint32))
         index.add(str(number), sessions[-1])
     compared = []
-    compare = lambda edge, ids: compared.append(edge) or common_prefix_length(edge, ids)
+    compare = lambda held, ids: compared.append(held) or common_prefix_length(held, ids)
     monkeypatch.setattr("mlx_zip.engine.sessions.session_list.common_prefix_length", compare)
-    found = index.find(sessions[700][:1990])
-    assert found.depth == 1990
-    assert list(found.names()) == ["700"]
+    assert index.common_prefix_length(sessions[700][:1990]) == 1990
+    assert [name for name, _ in index.beginning_with(sessions[700][:1990])] == ["700"]
     assert len(compared) <= 4

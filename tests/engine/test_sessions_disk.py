@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 from mlx_zip.cli import main
 from mlx_zip.engine.sessions import file_format as session_format
 from mlx_zip.engine.sessions import folder as session_folder
-from mlx_zip.engine.sessions.files import SessionSnapshot
+from mlx_zip.engine.sessions.files import session_as_file, write_session
 from mlx_zip.engine.sessions.folder import purge_session_folder
 from mlx_zip.engine.sessions.session import SessionFile
 from mlx_zip.errors import EngineError, ModelError
@@ -433,13 +433,13 @@ def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp
             entry.keys, entry.values = entry.keys.astype(dtype), entry.values.astype(dtype)
     ids = {"base_ids": [3] * cache[0].offset} if find_zip_state(cache) is None else {}
     kept = store._session_named(store.put(cache, pack_key=OWN, **ids))
-    snapshots = [SessionSnapshot(kept, store.caches, {}) for _ in range(2)]
-    snapshots[0].write(tmp_path / "before", {})
-    del snapshots[0]
+    contents = [session_as_file(kept, store.caches, {}) for _ in range(2)]
+    write_session(tmp_path / "before", contents[0], {})
+    del contents[0]
     for _ in range(3):
         keeping.read(kind, kept.cache, [5, 6, 7, 8])
         mx.eval([entry.state for entry in kept.cache if find_zip_state([entry]) is None])
-    snapshots[0].write(tmp_path / "after", {})
+    write_session(tmp_path / "after", contents[0], {})
     assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
 
 

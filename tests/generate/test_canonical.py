@@ -17,7 +17,7 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.generate import batch_generate, load
 from mlx_zip.engine.mlx.scoring import compress_row, score_rows
 from mlx_zip.engine.sampling.canonical import CanonicalDecoding, exclude_ids, exclude_ids_in_rows, restore_likely_ids
-from mlx_zip.engine.sampling.exclusions import ForbiddenFollowers, find_excluded_ids
+from mlx_zip.engine.sampling.exclusions import CanonicalIds, find_excluded_ids
 from mlx_zip.errors import ConfigError
 from mlx_zip.evaluation.bits import measure_bits
 from support import tiny, tiny_text
@@ -85,12 +85,12 @@ def test_excluded_are_exactly_the_ids_that_would_have_been_merged(params, texts)
 def test_an_entry_that_is_installed_by_the_id_itself_excludes_nothing_behind_it():
     book = Codebook(CodecParams(10, 8, 3, (0,), 0))
     book.push([5])
-    followers = ForbiddenFollowers(book)
+    canonical = CanonicalIds(book)
+    assert canonical.excluded() == []
     installed = len(book)
     book.push([5])  # installs 5 5
-    followers.add_new_entries(book)
-    assert (len(book), followers.forbidden_after((5,), installed)) == (1, [])
-    assert set(followers.forbidden_after((5,), len(book))) == {5, 10}
+    assert (len(book), canonical.excluded(), canonical.forbidden_after((5,), installed)) == (1, [], [])
+    assert set(canonical.forbidden_after((5,), len(book))) == {5, 10}
 
 
 def test_an_id_that_ends_a_part_excludes_nothing():

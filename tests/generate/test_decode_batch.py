@@ -177,7 +177,7 @@ def test_ids_of_rows_that_have_ended_are_no_part_of_the_bodys_graph(monkeypatch)
     """An array of that graph would be on the host only when the body has ended."""
     requests, waiting_for, run = together(tiny.tiny_model(), True), [], TwoPartStep.run_body
     requests.run(2)
-    requests.requests[1].handle.cancelled = True
+    requests.requests[1].cancelled = True
     monkeypatch.setattr(
         TwoPartStep, "run_body", lambda self, ids: waiting_for.append(count_launches(ids)) or run(self, ids)
     )

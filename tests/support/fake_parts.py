@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from mlx_zip.engine import EngineInfo, Progress
+from mlx_zip.engine import Progress
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.submissions import ModelFacts
@@ -26,8 +26,7 @@ class FakeServed:
 
     hyper, batches, machines, context, by_base, canonical, long_context = False, False, None, None, False, False, None
     vocab_size, kv_bytes_per_id, weight_bytes = VOCAB, 1, 0
-    info = EngineInfo("fake", VOCAB, None, 0, 0, "")
-    facts = ModelFacts(VOCAB, None, None, False, None, "", lambda start: None, 1)
+    facts = ModelFacts(VOCAB, None, None, False, None, "", "", 1)
 
     def __init__(self, chunk: int = 10) -> None:
         self.options = RunOptions(prefill_step_size=chunk)
@@ -99,7 +98,7 @@ class FakeGroup:
 
     def hand_ids_to_requests(self) -> None:
         for request in self.requests:
-            if request.handle.cancelled:
+            if request.cancelled:
                 request.reason = "cancelled"
             else:
                 request.count_chosen(Chosen(1))

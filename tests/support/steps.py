@@ -93,7 +93,7 @@ class Together:
                     raise request.error
             for row, count in ends.items():
                 if len(self.ids[row]) >= count:
-                    self.requests[row].handle.cancelled = True
+                    self.requests[row].cancelled = True
         return [ids[: ends.get(row, steps)] for row, ids in enumerate(self.ids)]
 
 

@@ -27,7 +27,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_zip.codec.codebook import base_ids_of_next_id
 from mlx_zip.codec.ids import Uint32s, common_prefix_length
 from mlx_zip.engine.draft_sources import MOST_PROPOSED
-from mlx_zip.engine.pass_costs import KEPT, SURE, HeadRecord, Share
+from mlx_zip.engine.pass_costs import KEPT, SURE, PassCosts, Share
 from mlx_zip.errors import EngineError, GenerationError, first_message_line
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import flatten_cache_lists
@@ -160,15 +160,15 @@ class DraftModelSource:
 class HeadSource:
     """Proposes ids with a model's draft head. The ids may be hypertokens, unlike those of other sources.
 
-    Call `note_body_output` with the model's last output before each draft. record: figures of the head over all
-    requests.
+    Call `note_body_output` with the model's last output before each draft. costs: hold the head's times and its share
+    of accepted ids over all requests.
     """
 
     width: int | None = DEPTH + 1
     most = DEPTH + 1
 
-    def __init__(self, head: Proposer, record: HeadRecord) -> None:
-        self._head, self._times, self._accepted = head, record.times, record.accepted
+    def __init__(self, head: Proposer, costs: PassCosts) -> None:
+        self._head, self._times, self._accepted = head, costs.head_times, costs.head_share
         self._accepted.fade()
         self._seen: tuple[mx.array, Sequence[Any]] | None = None
         self._last: int | None = None

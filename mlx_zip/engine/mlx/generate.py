@@ -263,15 +263,15 @@ class _Run:
         for answer in answers:
             answer.start()
         for row, event, logprobs in self.events(progress):
-            if self.requests[row].handle.cancelled:
+            if self.requests[row].cancelled:
                 continue  # the request's text has ended
             response = answers[row].take_event(event, logprobs)
             if response is None:
                 continue
             if response.finish_reason is not None:
-                self.requests[row].handle.cancelled = True
+                self.requests[row].cancelled = True
             yield row, response
-            if all(request.handle.cancelled for request in self.requests):
+            if all(request.cancelled for request in self.requests):
                 return
 
     def events(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[int, Event, Any]]:
@@ -357,6 +357,7 @@ class _CallersCache(NoSessions):
     """Takes the place of a session store: gives the only request the caller's cache, which holds `ids` ids."""
 
     def __init__(self, cache: Any, ids: int) -> None:
+        super().__init__()
         self._cache, self._ids = cache, ids
 
     def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> Checkout:

@@ -128,7 +128,7 @@ class Group:
                 request.error = MachineError("the request failed on the first machine")
             if request.error is not None:
                 continue
-            if request.handle.cancelled:
+            if request.cancelled:
                 request.reason = "cancelled"
                 continue
             one.from_draft = self._draft is not None and self._draft.proposes(row, one.id)

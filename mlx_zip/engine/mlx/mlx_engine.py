@@ -137,7 +137,7 @@ class MlxEngine(ThreadedEngine):
         streams = [generation_stream, mx.default_stream(mx.default_device())]
         self._wired = WiredMemory(self._options.keep_wired_s, streams)
         self._wired.wire()
-        served = ServedByEngine(model, self.tokenizer, name, self._options.run, *draft_model)
+        served = ServedByEngine(model, self.tokenizer, self._options.run, *draft_model)
         _warn_if_large(name, served.weight_bytes)
         return served
 

@@ -26,7 +26,7 @@ from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.pass_costs import PassCosts
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.sampling.processors import make_penalty_processors
-from mlx_zip.engine.submissions import ModelFacts, make_engine_info, make_tuned_rows_check
+from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import can_batch, flatten_cache_lists
@@ -129,7 +129,7 @@ class Served:
         sources = make_text_sources(base_ids, prediction) if options.draft in ("lookup", "auto") else []
         if own is not None:
             sources.append(DraftModelSource(own, base_ids, options.num_draft_tokens, self.vocab_size))
-        head = None if self._head is None else HeadSource(self._head, self.pass_costs.head)
+        head = None if self._head is None else HeadSource(self._head, self.pass_costs)
         return Drafter(sources, self.pass_costs if options.draft == "auto" else None, head)
 
     def read(self, ids: mx.array, cache: Sequence[Any], **options: Any) -> tuple[mx.array, mx.array | None]:
@@ -176,13 +176,12 @@ class Served:
 
 
 class ServedByEngine(Served):
-    """A model that an engine serves. facts: what checks of submissions need. info: what fronts need."""
+    """A model that an engine serves. facts: what checks of submissions need."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions, draft_model: Any = None) -> None:
+    def __init__(self, model: Any, tokenizer: Any, options: RunOptions, draft_model: Any = None) -> None:
         super().__init__(model, tokenizer, options, draft_model)
         self.kv_bytes_per_id = self._measure_kv_bytes_per_id()
         self.facts = self._make_facts()
-        self.info = make_engine_info(name, fingerprint_of_model(model), self.facts)
 
     def _measure_kv_bytes_per_id(self) -> int:
         """Runs the model on one id, and returns the bytes of KV cache per id.
@@ -203,11 +202,11 @@ class ServedByEngine(Served):
             context=self.context,
             by_base=self.by_base,
             params=model.config.codec_params if self.hyper else None,
+            model=fingerprint_of_model(model),
             tokenizer=tokenizer_fingerprint(self.tokenizer),
-            check_start=make_tuned_rows_check(model.fingerprint, model.sides_are_one, model.config.encoder.model_size)
-            if self.hyper
-            else lambda start: None,
             kv_bytes_per_id=self.kv_bytes_per_id,
+            sides_are_one=self.hyper and model.sides_are_one,
+            row_width=model.config.encoder.model_size if self.hyper else 0,
         )
 
 

@@ -22,7 +22,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_zip.engine.interface import Constraint, Deliver, Submission
 from mlx_zip.engine.mlx.mlx_engine import DEFAULT_SESSIONS, MlxEngine, open_engine
-from mlx_zip.engine.request import Handle, Request
+from mlx_zip.engine.request import Request
 from mlx_zip.engine.sessions.folder import MACHINE_FOLDER_PREFIX
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.engine.submissions import Checked
@@ -72,7 +72,7 @@ class SplitEngine(MlxEngine):
     def __init__(self, group: Group, *args: Any, **options: Any) -> None:
         self._group, self._first = group, group.rank() == 0
         self._news: list[News] = []  # not yet sent to the others
-        self._requests: dict[int, Request] = {}  # requests that have not ended, by number
+        self._requests: dict[int, _SharedRequest] = {}  # requests that have not ended, by number
         self._numbers = 0
         super().__init__(*args, **options)
 
@@ -87,13 +87,11 @@ class SplitEngine(MlxEngine):
     def _score_in_parts(self, served: Any, row: Any, top: int) -> NoReturn:
         raise GenerationError("a model that is split over several machines does not tell how likely a prompt is")
 
-    def _make_request(self, submission: Submission, deliver: Deliver) -> Request:
+    def _make_request(self, submission: Submission, deliver: Deliver) -> _SharedRequest:
         self.check_pack(submission.pack)
         if submission.constraint is not None:
             submission = replace(submission, constraint=_LateFailure(submission.constraint))
-        request = super()._make_request(submission, deliver)
-        request.handle = _SharedHandle()
-        return request
+        return _SharedRequest(self._checks.check(submission), deliver)
 
     def check_pack(self, pack: Any) -> None:
         super().check_pack(pack)
@@ -102,6 +100,7 @@ class SplitEngine(MlxEngine):
 
     def _add_request(self, request: Request) -> None:
         """Queues a request as news, so that all machines give it to their schedulers in the same round."""
+        assert isinstance(request, _SharedRequest)
         self._requests[self._numbers] = request
         self._news.append(["add", self._numbers, _request_to_json(request.checked)])
         self._numbers += 1
@@ -175,7 +174,7 @@ class SplitEngine(MlxEngine):
             elif what == "add":
                 self._begin_request(*facts)
             elif what == "cancel" and facts[0] in self._requests:
-                self._requests[facts[0]].handle.confirm()  # type: ignore[attr-defined]
+                self._requests[facts[0]].confirm_cancelled()
             elif what == "purge":  # all machines mark the same requests; the first has already deleted its sessions
                 self._scheduler.keep_no_session()
                 self._update_figures(None if self._first else self._store.purge())
@@ -187,11 +186,7 @@ class SplitEngine(MlxEngine):
         self._inbox.run_queued_calls(0 if scheduler.busy or closing else HEARTBEAT_S)
         if closing and time.monotonic() >= self._deadline:
             scheduler.cancel_all()
-        asked = [
-            ["cancel", n]
-            for n, request in self._requests.items()
-            if request.handle.asked and not request.handle.cancelled  # type: ignore[attr-defined]
-        ]
+        asked = [["cancel", n] for n, request in self._requests.items() if request.asked and not request.cancelled]
         news, self._news = [*self._news, *asked], []
         over = closing and not (news or scheduler.busy)
         return [["end"]] if over else news
@@ -199,19 +194,17 @@ class SplitEngine(MlxEngine):
     def _begin_request(self, number: int, facts: Mapping[str, Any]) -> None:
         """Gives a request to the scheduler. Called on every machine in the same round."""
         if not self._first:
-            self._requests[number] = request = Request(
-                self._checks.check(_submission_from_json(facts, self.info.vocab_size)), lambda event: None
-            )
-            request.handle = _SharedHandle()
+            checked = self._checks.check(_submission_from_json(facts, self.info.vocab_size))
+            self._requests[number] = _SharedRequest(checked, lambda event: None)
         self._scheduler.add_request(self._requests[number])
 
 
-class _SharedHandle(Handle):
-    """A handle whose `cancelled` is True only after `confirm`. asked: whether a caller has set `cancelled`."""
+class _SharedRequest(Request):
+    """A request that is `cancelled` only after `confirm_cancelled`. asked: whether a caller has set `cancelled`."""
 
-    def __init__(self) -> None:
+    def __init__(self, checked: Checked, deliver: Deliver) -> None:
         self.asked = self._confirmed = False
-        super().__init__()
+        super().__init__(checked, deliver)
 
     @property
     def cancelled(self) -> bool:  # type: ignore[override]
@@ -221,7 +214,7 @@ class _SharedHandle(Handle):
     def cancelled(self, asked: bool) -> None:
         self.asked = self.asked or asked
 
-    def confirm(self) -> None:
+    def confirm_cancelled(self) -> None:
         """Sets `cancelled`. Called on all machines in the same round."""
         self._confirmed = True
 

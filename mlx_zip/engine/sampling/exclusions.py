@@ -86,8 +86,13 @@ def _start_entries(params: CodecParams) -> _StartEntries:
     return _StartEntries(params)
 
 
-class ForbiddenFollowers:
-    """Finds the ids that cannot follow given base ids, because together they would be an entry of a growing codebook.
+class CanonicalIds:
+    """Finds, for one sequence, which ids cannot follow what its codebook has read.
+
+    Call `excluded` after the prompt and after each emitted id. Nothing is excluded right after a prompt, because the
+    prompt was compressed without knowing what would follow. A prompt is recognized by more than one id read since the
+    last call, or by a rewound codebook. (A prompt of a single id would be taken for an emitted id, so make a new
+    object for each request.)
 
     Raises `ConfigError` if the codebook's policy is not freeze: when an entry is evicted, ids that it excluded are
     allowed again.
@@ -96,24 +101,64 @@ class ForbiddenFollowers:
     def __init__(self, book: Codebook) -> None:
         if book.params.policy != "freeze":
             raise ConfigError(f"canonical decoding needs a codebook of policy freeze, not {book.params.policy}")
-        self.vocab_size, self.size = book.params.vocab_size, len(book.params.start or ())
-        self._start, self._grown = _start_entries(book.params), _EntryPrefixes()
-        self.add_new_entries(book)
+        self.book, self._start = book, _start_entries(book.params)
+        self._grown, self._size = _EntryPrefixes(), 0  # entries after the start entries; number of all entries in both
+        # _next: the codebook's (mark, rewinds) after one more id, None before the first call. _installed: number of
+        # entries at the last call. _excluded: what the last call returned. _recent: for each recent id with which an
+        # entry may still begin: the base ids from it on, and the number of entries when it was chosen.
+        self._next: tuple[int, int] | None = None
+        self._installed, self._excluded = 0, list[int]()
+        self._recent: list[tuple[BaseIds, int]] = []
 
-    def add_new_entries(self, book: Codebook) -> None:
-        """Adds the entries that `book`, always the same codebook, has installed since the last call."""
-        if (size := len(book)) == self.size:
+    def follow_codebook(self, book: Codebook) -> None:
+        """Makes this follow `book` from now on: the codebook followed so far, or a copy that has read the same ids."""
+        if self._next is not None and self._next[1] == self.book.rewinds:
+            self._next = self._next[0], book.rewinds
+        self.book = book
+
+    def excluded(self) -> list[int]:
+        """Returns the ids that cannot follow what the codebook has read. Call this at least once after each id."""
+        mark, rewinds = self.book.mark(), self.book.rewinds
+        if (mark + 1, rewinds) == self._next:
+            return self._excluded
+        if (mark, rewinds) == self._next:
+            self._add_new_entries()
+            self._excluded = self._excluded_after(self.book.last)
+        else:
+            self._grown, self._size = _EntryPrefixes(), len(self.book.params.start or ())
+            self._add_new_entries()
+            self._recent, self._excluded = [], []
+        self._installed, self._next = len(self.book), (mark + 1, rewinds)
+        return self._excluded
+
+    def end_part(self) -> None:
+        """Lets any id follow the ids read so far, because they were compressed without the ids after them."""
+        self._recent = []
+
+    def _add_new_entries(self) -> None:
+        """Adds the entries that the codebook has installed since the last call."""
+        if (size := len(self.book)) == self._size:
             return
-        self._grown.add(self.size, (book.entry(slot) for slot in range(self.size, size)), self._start.known)
-        self.size = size
+        entries = (self.book.entry(slot) for slot in range(self._size, size))
+        self._grown.add(self._size, entries, self._start.known)
+        self._size = size
+
+    def _excluded_after(self, one: int) -> list[int]:
+        """Returns the ids that cannot follow `one`, the id that the codebook has read since the last call."""
+        if one in self._excluded:
+            self._recent = []  # chosen because nothing was forbidden: forget what came before
+        last, longest = self.book.base_ids_of(one), self.book.params.merge_size
+        longer = [(begun + last, n) for begun, n in self._recent if len(begun + last) < longest]
+        self._recent = [*longer, (last, self._installed)]
+        return [id_ for begun, n in self._recent for id_ in self.forbidden_after(begun, n)]
 
     def forbidden_after(self, base_ids: BaseIds, installed: int) -> list[int]:
-        """Returns the ids that cannot follow `base_ids`.
+        """Returns the ids that cannot follow `base_ids`, because together they would be an entry.
 
-        installed: number of entries when the id that `base_ids` begin with was chosen; at least as many as existed when
-        this object was made.
+        installed: number of entries when the id that `base_ids` begin with was chosen; at least as many as existed
+        after the prompt.
         """
-        start, grown, vocab = self._start, self._grown, self.vocab_size
+        start, grown, vocab = self._start, self._grown, self.book.params.vocab_size
         ids, rests = start.forbidden_after(base_ids)
         out = ids.copy()
         for rest in rests & grown.slots_by_prefix.keys():
@@ -127,74 +172,6 @@ class ForbiddenFollowers:
         return out
 
 
-class Exclusions:
-    """Follows a codebook id by id and finds which ids cannot follow the last one."""
-
-    def __init__(self, book: Codebook) -> None:
-        self.book, self._forbidden, self._longest = book, ForbiddenFollowers(book), book.params.merge_size
-        # _recent: for each recent id with which an entry may still begin: the base ids from it on, and the number of
-        # entries when it was chosen. _excluded: what the last `excluded_after` returned.
-        self._recent: list[tuple[BaseIds, int]] = []
-        self._excluded: list[int] = []
-
-    def excluded_after(self, one: int, installed: int) -> list[int]:
-        """Returns the ids that cannot follow `one`, the last id that the codebook has read. Call it for every id.
-
-        installed: number of entries when the id was chosen, before the codebook read it.
-        """
-        self._forbidden.add_new_entries(self.book)
-        if one in self._excluded:
-            self.forget_recent_ids()  # chosen because nothing was forbidden: forget what came before
-        last = self.book.base_ids_of(one)
-        longer = [(begun + last, n) for begun, n in self._recent if len(begun + last) < self._longest]
-        self._recent = [*longer, (last, installed)]
-        self._excluded = [id_ for begun, n in self._recent for id_ in self._forbidden.forbidden_after(begun, n)]
-        return self._excluded
-
-    def forget_recent_ids(self) -> None:
-        """Forgets the recent ids, so that they exclude no later id.
-
-        Call this at the end of a prompt or of another part that was compressed without the ids after it.
-        """
-        self._recent = []
-
-
-class CanonicalIds:
-    """Finds, for one sequence, which ids cannot follow what its codebook has read.
-
-    Call `excluded` after the prompt and after each emitted id. Nothing is excluded right after a prompt, because the
-    prompt was compressed without knowing what would follow. A prompt is recognized by more than one id read since the
-    last call, or by a rewound codebook. (A prompt of a single id would be taken for an emitted id, so make a new
-    object for each request.)
-    """
-
-    def __init__(self, book: Codebook) -> None:
-        # _installed: number of entries at the last call. _next: the codebook's (mark, rewinds) after one more id.
-        # _excluded: what the last call returned.
-        self.book, self._exclusions, self._installed, self._next = book, None, 0, (0, 0)
-        self._excluded: list[int] = []
-
-    def follow_codebook(self, book: Codebook) -> None:
-        """Makes this follow `book` from now on: the codebook followed so far, or a copy that has read the same ids."""
-        if self._next[1] == self.book.rewinds:
-            self._next = self._next[0], book.rewinds
-        self.book = book
-        if self._exclusions is not None:
-            self._exclusions.book = book
-
-    def excluded(self) -> list[int]:
-        """Returns the ids that cannot follow what the codebook has read. Call this at least once after each id."""
-        mark, rewinds = self.book.mark(), self.book.rewinds
-        if self._exclusions is not None and (mark + 1, rewinds) == self._next:
-            return self._excluded
-        if self._exclusions is None or (mark, rewinds) != self._next:
-            self._exclusions, self._excluded = Exclusions(self.book), []
-        else:
-            self._excluded = self._exclusions.excluded_after(self.book.last, self._installed)
-        self._installed, self._next = len(self.book), (mark + 1, rewinds)
-        return self._excluded
-
-
 def find_excluded_ids(
     book: Codebook, ids: Uint32s, ends: Collection[int] = ()
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -205,13 +182,13 @@ def find_excluded_ids(
     the ids after it, ends; any id may follow there.
     """
     book, at, out = book.copy(), [], []
-    exclusions = Exclusions(book)
+    canonical = CanonicalIds(book)
+    canonical.excluded()
     for index, one in enumerate(ids.tolist()):
-        installed = len(book)
         book.push(one)
-        excluded = exclusions.excluded_after(one, installed)
+        excluded = canonical.excluded()
         if index in ends:
-            exclusions.forget_recent_ids()
+            canonical.end_part()
             continue
         at += [index] * len(excluded)
         out += excluded

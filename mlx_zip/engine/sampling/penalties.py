@@ -12,19 +12,12 @@ give the same numbers, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from mlx_zip.codec import Codebook
+from mlx_zip.engine.parts import State
 from mlx_zip.engine.sampling.options import Sampling
-
-
-class HasBooks(Protocol):
-    """The sequences of a batch. books: the codebook of each."""
-
-    @property
-    def books(self) -> Sequence[Codebook]: ...
 
 
 class PenaltyTerms:
@@ -36,7 +29,7 @@ class PenaltyTerms:
     A call computes only columns that have a penalty or a bias, and only those sums over base ids that changed.
     """
 
-    def __init__(self, sampling: Sampling, state: HasBooks, row: int) -> None:
+    def __init__(self, sampling: Sampling, state: State, row: int) -> None:
         self.sampling, self.state, self.row = sampling, state, row
         # Terms over base ids, [V + 1]: bias, 1 where the repetition penalty applies, and what is subtracted. The last
         # element is 0 and stands for the padding of entries.
@@ -55,7 +48,7 @@ class PenaltyTerms:
         self._used_terms = [index for index, option in enumerate(options) if option]  # which terms can be other than 0
         self._sums = EntryTermSums([self._terms[i] for i in self._used_terms], state.books[row].params.merge_size)
 
-    def bind_to_row(self, state: HasBooks, row: int) -> None:
+    def bind_to_row(self, state: State, row: int) -> None:
         """Makes the terms follow the same sequence in another state, or in another row, from now on."""
         self.state, self.row = state, row
 

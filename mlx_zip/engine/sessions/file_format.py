@@ -17,10 +17,12 @@ import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params import params_to_json
@@ -30,10 +32,12 @@ from mlx_zip.files import atomic_file
 INDEX_TENSORS = 2  # number of tensors in the index, which come first in a file: base ids, and the ends of ids
 FACT_PREFIX = "0."  # prefix of the facts' names in the metadata
 _HEAD_SUM, _BODY_SUM = "head_crc32", "body_crc32"
-_ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8,
-    "I64": 8, "F64": 8, "C64": 8,
+NUMPY_TYPES = {  # by name in safetensors; numpy has no bfloat16
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "F16": np.float16,
+    "BF16": np.uint16, "U32": np.uint32, "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64,
+    "F64": np.float64, "C64": np.complex64,
 }  # fmt: skip
+_ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in NUMPY_TYPES.items()}
 _MOST_HEADER_BYTES = 64 << 20
 _MOST_ITEMS = 1 << 48
 _HEADER_LENGTH = struct.Struct("<Q")
@@ -46,19 +50,33 @@ class BadFileError(Exception):
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file. dtype: its name in safetensors. data: the values as bytes, row-major, little endian."""
+    """A tensor in a file. dtype: its name in safetensors. data: the values, little endian: the bytes of a file that was
+    read, or an array to be written, of any layout in memory.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     data: Any
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+
 
 @dataclass(frozen=True)
 class FileContents:
-    """Metadata and tensors of a session's file, both by name."""
+    """Metadata and tensors of a session's file, both by name. Any thread may write them.
+
+    The first two tensors are the base ids and the ends of ids, uint32.
+    """
 
     metadata: Mapping[str, str]
     tensors: Mapping[str, FileTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes, without the header."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def facts(self) -> dict[str, str]:
@@ -67,10 +85,14 @@ class FileContents:
             name.removeprefix(FACT_PREFIX): text for name, text in self.metadata.items() if name.startswith(FACT_PREFIX)
         }
 
+    def with_facts(self, facts: Mapping[str, str]) -> FileContents:
+        """Returns these contents with more facts about the session."""
+        return replace(self, metadata={**{FACT_PREFIX + name: text for name, text in facts.items()}, **self.metadata})
 
-def write_session_file(path: Path, contents: FileContents) -> int:
-    """Writes a session file atomically, with mode 0600, and returns the file's size in bytes. Raises `OSError`."""
-    blocks = [tensor.data for tensor in contents.tensors.values()]
+
+def write_session_file(path: Path, contents: FileContents) -> None:
+    """Writes a session file atomically, with mode 0600. Raises `OSError`."""
+    blocks = [np.ascontiguousarray(one.data).reshape(-1).view(np.uint8) for one in contents.tensors.values()]
     body = 0
     for block in blocks[INDEX_TENSORS:]:
         body = zlib.crc32(block, body)
@@ -86,7 +108,6 @@ def write_session_file(path: Path, contents: FileContents) -> int:
             os.fchmod(handle, 0o600)
             for block in (sum_, head, *blocks):
                 _write_all(file, block)
-    return len(sum_) + len(head) + sum(len(block) for block in blocks)
 
 
 def _write_all(file: Any, block: Any) -> None:
@@ -101,7 +122,7 @@ def _encode_header(contents: FileContents, head_sum: str, body_sum: str) -> byte
     entries: dict[str, Any] = {"__metadata__": {**contents.metadata, **sums}}
     at = 0
     for name, tensor in contents.tensors.items():
-        end = at + len(tensor.data)
+        end = at + tensor.nbytes
         entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from mlx_zip.engine.sessions.file_format import (
-    FACT_PREFIX,
     INDEX_TENSORS,
     BadFileError,
     FileContents,
@@ -29,48 +28,31 @@ from mlx_zip.engine.sessions.file_format import (
     read_session_file,
     write_session_file,
 )
-from mlx_zip.engine.sessions.session import Session, SessionCaches
+from mlx_zip.engine.sessions.session import AnswerIds, Session, SessionCaches
 from mlx_zip.errors import EngineError, MlxZipError, failure_reason, first_message_line
 
 _DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
 
 
-class SessionSnapshot:
-    """A session as bytes, ready to be written by any thread. Create and free a snapshot in the engine's thread.
+def session_as_file(session: Session, caches: SessionCaches, file_facts: Mapping[str, str]) -> FileContents:
+    """Returns the contents of a session's file, without its answers. Call this in the engine's thread.
 
-    A snapshot does not change when the session is continued. file_facts: further facts for the file: "model" and
+    The contents do not change when the session is continued. file_facts: further facts for the file: "model" and
     "tokenizer_config", in mlx-lm's format.
     """
-
-    def __init__(self, session: Session, caches: SessionCaches, file_facts: Mapping[str, str]) -> None:
-        assert session.cache is not None
-        self._file_parts = caches.to_file_parts(session)
-        self._facts = {
-            **caches.identity.facts,
-            "pack_key": session.pack_key,
-            "base_tokens": str(len(session.base_ids)),
-            "trims": str(int(session.is_trimmable)),
-            **file_facts,
-        }
-
-    @property
-    def bytes(self) -> int:
-        """Size of the file in bytes, without the header."""
-        return sum(view.nbytes for _, view in self._file_parts.tensors.values())
-
-    def write(self, path: Path, answers: Mapping[str, tuple[int, ...]]) -> None:
-        """Writes the session to a file atomically. answers: base ids by key. Raises `OSError`."""
-        facts = {**self._facts, "answers": json.dumps(answers)}
-        metadata = {**{FACT_PREFIX + name: text for name, text in facts.items()}, **self._file_parts.metadata}
-        write_session_file(
-            path,
-            FileContents(metadata, {name: _as_file_tensor(*one) for name, one in self._file_parts.tensors.items()}),
-        )
+    facts = {
+        **caches.identity.facts,
+        "pack_key": session.pack_key,
+        "base_tokens": str(len(session.base_ids)),
+        "trims": str(int(session.is_trimmable)),
+        **file_facts,
+    }
+    return caches.file_contents(session).with_facts(facts)
 
 
-def _as_file_tensor(dtype: str, view: np.ndarray) -> FileTensor:
-    shape = view.shape
-    return FileTensor(dtype, shape, np.ascontiguousarray(view).reshape(-1).view(np.uint8).data)
+def write_session(path: Path, contents: FileContents, answers: AnswerIds) -> None:
+    """Writes a session to a file atomically. contents: result of `session_as_file`. Raises `OSError`."""
+    write_session_file(path, contents.with_facts({"answers": json.dumps(answers)}))
 
 
 # ---- reading

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlx_zip.engine.sessions.files import SessionSnapshot, list_session_files, read_session_index
+from mlx_zip.engine.sessions.file_format import FileContents
+from mlx_zip.engine.sessions.files import list_session_files, read_session_index, session_as_file, write_session
 from mlx_zip.engine.sessions.session import Session, SessionCaches, SessionFile, file_stamp, new_session_name
 from mlx_zip.errors import EngineError, failure_reason
 from mlx_zip.files import make_private, mark_folder_in_use
@@ -31,18 +32,30 @@ log = logging.getLogger("mlx_zip")
 
 
 class SessionFolder:
-    """Sessions in a folder. most_bytes: maximum bytes of one session; larger ones are not written. file_facts: as in
-    `SessionSnapshot`.
+    """Sessions in a folder. folder: None, or a folder that cannot be used, to write no sessions.
+
+    most_bytes: maximum bytes of one session; larger ones are not written. file_facts: as in `session_as_file`.
+
+    A thread writes the files. It gets only bytes and never computes arrays.
     """
 
-    def __init__(self, folder: Path, most_bytes: int, caches: SessionCaches, file_facts: Mapping[str, str]) -> None:
-        self.folder, self.most_bytes, self.caches, self.file_facts = folder, most_bytes, caches, file_facts
-        self._writer = _WriterThread()
-        self._queued: dict[Session, None] = {}  # to be written once there is room
+    def __init__(
+        self, folder: Path | None, most_bytes: int, caches: SessionCaches, file_facts: Mapping[str, str]
+    ) -> None:
+        self.most_bytes, self.caches, self.file_facts = most_bytes, caches, file_facts
+        self._queued: dict[Session, None] = {}  # to be written once the writer has room
+        self._jobs: list[_WriteJob] = []  # given to the writer; the engine's thread removes and frees ended ones
+        self._inbox: queue.SimpleQueue[_WriteJob | None] = queue.SimpleQueue()
+        self._hurry = threading.Event()  # set while the engine's thread waits for the writer
+        self._writer = threading.Thread(
+            target=_write_jobs, args=(self._inbox, self._hurry), name="mlx_zip sessions", daemon=True
+        )
         self._warned_kinds: set[str] = set()
-        self.is_usable = self._make_private_folder()
+        self.folder = folder or Path()
+        self.is_usable = folder is not None and self._make_private_folder()
         if self.is_usable:
             self._mark_as_used()
+            self._writer.start()
 
     def read_index(self) -> list[Session]:
         """Returns the sessions in the folder, without their caches, the most recently written last."""
@@ -121,7 +134,7 @@ class SessionFolder:
         """Hands a session to the writer if queued. Returns whether the writer has it; if so, its cache may be freed."""
         if session in self._queued:
             self._hand_to_writer(session)
-        return self._writer.is_writing(session)
+        return any(job.session is session for job in self._jobs)
 
     def cancel_write(self, session: Session) -> None:
         """Removes a session from the queue, because a longer one takes its place."""
@@ -130,7 +143,7 @@ class SessionFolder:
     @property
     def has_pending_writes(self) -> bool:
         """Whether any session is queued, being written, or written but not yet noted as such."""
-        return bool(self._queued) or not self._writer.is_idle()
+        return bool(self._queued or self._jobs)
 
     def write_queued(self, wait: bool = False) -> list[tuple[Session, bool]]:
         """Hands queued sessions to the writer while it has room.
@@ -138,22 +151,26 @@ class SessionFolder:
         Returns the sessions whose writes ended since the last call, each with whether its write succeeded. wait: return
         only when all sessions are written.
         """
-        ended = self._finished_writes()
-        while self._queued and (wait or self._writer.has_room()):
-            if not self._writer.has_room():
-                self._writer.wait_until_idle()
-            self._hand_to_writer(next(iter(self._queued)))
-            ended += self._finished_writes()
-        if wait:
-            self._writer.wait_until_idle()
-            ended += self._finished_writes()
-            return ended + (self.write_queued(wait) if self._queued else [])  # answers may have been noted meanwhile
-        return ended
+        ended = list[tuple[Session, bool]]()
+        while True:
+            over = [job for job in self._jobs if job.is_over.is_set()]
+            self._jobs = [job for job in self._jobs if job not in over]
+            ended += [(job.session, self._note_outcome(job)) for job in over]  # may queue a session again
+            if self._queued and len(self._jobs) < _MOST_JOBS:
+                self._hand_to_writer(next(iter(self._queued)))
+            elif wait and self._jobs:
+                self._hurry.set()
+                self._jobs[-1].is_over.wait()
+                self._hurry.clear()
+            else:
+                return ended
 
     def close(self) -> list[tuple[Session, bool]]:
         """Writes all queued sessions and ends the writer's thread. Returns what `write_queued` returns."""
         ended = self.write_queued(wait=True)
-        self._writer.close()
+        if self._writer.is_alive():
+            self._inbox.put(None)
+            self._writer.join()
         return ended
 
     def _hand_to_writer(self, session: Session) -> None:
@@ -161,16 +178,14 @@ class SessionFolder:
         if session.cache is None:
             return
         session.file = session.file or SessionFile(self.folder / f"{session.name}.safetensors")
-        snapshot = SessionSnapshot(session, self.caches, self.file_facts)
-        if snapshot.bytes > self.most_bytes:
+        contents = session_as_file(session, self.caches, self.file_facts)
+        if contents.nbytes > self.most_bytes:
             self._warn_once(
-                "large", f"takes {self.most_bytes} bytes; a session of {snapshot.bytes} bytes is not written"
+                "large", f"takes {self.most_bytes} bytes; a session of {contents.nbytes} bytes is not written"
             )
             return
-        self._writer.put(_WriteJob(session, session.file, snapshot))
-
-    def _finished_writes(self) -> list[tuple[Session, bool]]:
-        return [(job.session, self._note_outcome(job)) for job in self._writer.take_finished()]
+        self._jobs.append(_WriteJob(session, session.file, contents))
+        self._inbox.put(self._jobs[-1])
 
     def _note_outcome(self, job: _WriteJob) -> bool:
         """Updates a session after its write. Returns whether the session is on disk; if not, logs the reason."""
@@ -251,9 +266,9 @@ def _delete_files(paths: Iterable[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-# ---- the writer thread, which gets only bytes and never computes arrays
+# ---- the writer's thread
 
-_MOST_WAITING = 4  # sessions that may wait to be written; each takes the memory of a KV cache
+_MOST_JOBS = 5  # sessions that are being written or wait for it; each takes the memory of a KV cache
 _DELAY_S = 0.02  # wait before a write, so that an answer noted right after its request is written too
 
 
@@ -265,9 +280,10 @@ class _WriteJob:
 
     session: Session
     file: SessionFile
-    snapshot: SessionSnapshot
+    contents: FileContents
     answers_version: int = -1
     error: BaseException | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         """Writes the session. If another process has replaced the session's file, writes a file of another name."""
@@ -276,80 +292,16 @@ class _WriteJob:
             if not file.is_unchanged():
                 file.path, file.stamp = file.path.with_name(f"{new_session_name()}.safetensors"), None
             self.answers_version, answers = self.session.answers_version, dict(self.session.answers)
-            self.snapshot.write(file.path, answers)
+            write_session(file.path, self.contents, answers)
             file.stamp = file_stamp(file.path)
         except BaseException as error:  # is logged in the engine's thread
             self.error = error
+        self.is_over.set()
 
 
-class _WriterThread:
-    """Runs jobs in its own thread. `take_finished` returns finished jobs, so the engine's thread frees their arrays."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[_WriteJob] = deque()
-        self._finished: deque[_WriteJob] = deque()
-        self._change = threading.Condition()
-        self._skip_delay = threading.Event()
-        self._running: _WriteJob | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    def has_room(self) -> bool:
-        return len(self._waiting) < _MOST_WAITING
-
-    def is_writing(self, session: Session) -> bool:
-        """Returns whether a job of this session waits, runs, or is finished but not yet taken by `take_finished`."""
-        with self._change:
-            return any(
-                job.session is session for job in (*self._waiting, *self._finished, self._running) if job is not None
-            )
-
-    def is_idle(self) -> bool:
-        """Returns whether no job waits or runs, and `take_finished` has taken all finished jobs."""
-        with self._change:
-            return self._running is None and not self._waiting and not self._finished
-
-    def put(self, job: _WriteJob) -> None:
-        """Queues a job, and starts the thread with the first one."""
-        with self._change:
-            self._waiting.append(job)
-            self._change.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run_jobs, name="mlx_zip sessions", daemon=True)
-            self._thread.start()
-
-    def take_finished(self) -> list[_WriteJob]:
-        """Returns the jobs that have finished since the last call."""
-        with self._change:
-            done, self._finished = self._finished, deque()
-        return list(done)
-
-    def wait_until_idle(self) -> None:
-        self._skip_delay.set()
-        with self._change:
-            self._change.wait_for(lambda: not self._waiting and self._running is None)
-        self._skip_delay.clear()
-
-    def close(self) -> None:
-        """Waits until all jobs are done, and ends the thread."""
-        self.wait_until_idle()
-        with self._change:
-            self._closed = True
-            self._change.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run_jobs(self) -> None:
-        while True:
-            with self._change:
-                self._change.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
-                    return
-                self._running = job = self._waiting.popleft()
-            self._skip_delay.wait(_DELAY_S)
-            job.run()
-            with self._change:
-                self._finished.append(job)
-                self._running = None
-                self._change.notify_all()
-            del job
+def _write_jobs(inbox: queue.SimpleQueue[_WriteJob | None], hurry: threading.Event) -> None:
+    """Runs jobs until None arrives."""
+    while (job := inbox.get()) is not None:
+        hurry.wait(_DELAY_S)
+        job.run()
+        del job  # the engine's thread frees its arrays

@@ -23,6 +23,7 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params import params_from_json
 from mlx_zip.engine.mlx.served import KV_BITS, KV_GROUP_SIZES, make_bounded_cache
 from mlx_zip.engine.sessions.file_format import (
+    NUMPY_TYPES,
     BadFileError,
     FileContents,
     FileTensor,
@@ -32,7 +33,7 @@ from mlx_zip.engine.sessions.file_format import (
     position_settings_text,
 )
 from mlx_zip.engine.sessions.files import raise_if_other_ids
-from mlx_zip.engine.sessions.session import FileParts, Ids, Session, ids_in_book
+from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.errors import EngineError
 from mlx_zip.layout import decoder_config, has_hypertokens
@@ -62,9 +63,8 @@ class MlxCaches:
     """
 
     def __init__(self, model: Any, tokenizer: Any, share: str = "", max_kv_size: int | None = None) -> None:
-        self.model, self.tokenizer, self._share = model, tokenizer, share
+        self.model, self.tokenizer, self._share, self._max_kv_size = model, tokenizer, share, max_kv_size
         self.merge_size = model.config.merge_size if has_hypertokens(model) else 1
-        self._builder = _CacheBuilder(model, max_kv_size)
 
     @cached_property
     def identity(self) -> ModelIdentity:
@@ -106,7 +106,7 @@ class MlxCaches:
             find_zip_state(cache).bind_start_packs([start])  # type: ignore[union-attr]
         return cache
 
-    def to_file_parts(self, session: Session) -> FileParts:
+    def file_contents(self, session: Session) -> FileContents:
         # The views share the memory of the session's arrays, which MLX copies before it writes to them.
         assert session.cache is not None
         arrays, scalars = _states_as_arrays([_without_spare_room(entry).state for entry in session.cache])
@@ -116,19 +116,77 @@ class MlxCaches:
         mx.eval([*index.values(), *arrays.values()])
         tensors = {name: view_on_host(array) for name, array in {**index, **arrays}.items()}
         metadata: Any = tree_flatten(["", classes, scalars])
-        return FileParts(tensors, dict(metadata[1:]))  # the first is the place of the session's facts
+        return FileContents(dict(metadata[1:]), tensors)  # the first is the place of the session's facts
 
     def cache_from_file(self, contents: FileContents, session: Session) -> tuple[list[Any], Any]:
         classes, states, extra = _classes_and_states(contents)
-        cache = self._builder.build_cache(classes, states, len(session.ends))
+        cache = self._build_cache(classes, states, len(session.ends))
         state = find_zip_state(cache)
         if state is not None:
             raise_if_other_ids(ids_in_book(state.books[0]), session)
         elif len(session.ends) != len(session.base_ids):
             raise BadFileError("its ids are not base ids")
-        self._builder.raise_unless_base_ids(session.base_ids)
+        self._raise_unless_base_ids(session.base_ids)
         mx.eval(tree_map(lambda leaf: leaf if isinstance(leaf, mx.array) else None, [entry.state for entry in cache]))
         return cache, extra[2] if len(extra) > 2 else None
+
+    # ---- building a cache from a file, with checks that this model can have made it
+
+    @cached_property
+    def _example_cache(self) -> list[Any]:
+        """A cache that has read one id. Its arrays show dtypes and shapes; they are never evaluated."""
+        model = self.model
+        own = {} if not has_hypertokens(model) or model.is_plain else {"pack": ()}
+        if self._max_kv_size is not None:
+            cache = make_bounded_cache(model, self._max_kv_size)
+        else:
+            cache = model.make_cache(**own) if has_hypertokens(model) else make_prompt_cache(model)
+        model(mx.array([[0]]), cache=cache)
+        return cache
+
+    def _raise_unless_base_ids(self, base_ids: np.ndarray) -> None:
+        """Raises `BadFileError` if a plain model lacks one of these ids. With hypertokens, the codebook checks ids."""
+        limit = None if has_hypertokens(self.model) else decoder_config(self.model).get("vocab_size")
+        if limit is not None and len(base_ids) and int(base_ids.max()) >= limit:
+            raise BadFileError(f"it holds the id {int(base_ids.max())}, base ids are below {limit}")
+
+    def _build_cache(self, classes: Sequence[str], states: Sequence[Any], ids: int) -> list[Any]:
+        """Builds a cache that holds `ids` ids. classes, states: the class name and the state of each entry.
+
+        Raises `BadFileError` if this model's caches are different, and other errors if the parts do not fit together.
+        """
+        if len(classes) != len(self._example_cache) or len(states) != len(classes):
+            raise BadFileError(f"its cache has {len(classes)} entries, this model's has {len(self._example_cache)}")
+        return [
+            self._build_entry(name, state, example, ids)
+            for name, state, example in zip(classes, states, self._example_cache, strict=True)
+        ]
+
+    def _build_entry(self, name: str, state: Any, example: Any, ids: int) -> Any:
+        """Builds one entry of a cache. example: the entry at this place in a cache of this model."""
+        if isinstance(example, ZipState):
+            return self._build_zip_state(name, state, ids)
+        if name == QuantizedKVCache.__name__ and type(example) is KVCache:
+            return _checked_quantized_entry(QuantizedKVCache.from_state(state), example, ids)
+        if name != type(example).__name__:
+            raise BadFileError(f"its cache has a {name!r:.40} where this model has a {type(example).__name__}")
+        if isinstance(example, CacheList):
+            parts = zip(state, example.caches, strict=True)
+            return CacheList(*(self._build_entry(inner, part, one, ids) for (part, inner), one in parts))
+        return _checked_entry(type(example).from_state(state), example, ids)
+
+    def _build_zip_state(self, name: str, parts: Any, ids: int) -> ZipState:
+        """Builds a `ZipState`. Raises `BadFileError` if its codec is not the model's, or it does not hold `ids` ids."""
+        own: CodecParams = self.model.config.codec_params
+        if name != ZipState.__name__:
+            raise BadFileError(f"its cache has a {name!r:.40} where this model has its codebook")
+        params = params_from_json(parts[1])
+        if not isinstance(params, CodecParams) or not params.is_equal_except_start(own):
+            raise BadFileError("its codebook has other codec parameters than the loaded model's")
+        state = ZipState.from_state(parts)
+        if state.left_padding != [0] or state.offset != ids:
+            raise BadFileError("its codebook holds another number of ids than its cache")
+        return state
 
 
 # ---- a cache in memory: copying without copying arrays, trimming, counting bytes
@@ -208,11 +266,6 @@ SAFETENSORS_TYPES = {
     mx.bfloat16: "BF16", mx.uint32: "U32", mx.int32: "I32", mx.float32: "F32", mx.uint64: "U64", mx.int64: "I64",
     mx.float64: "F64", mx.complex64: "C64",
 }  # fmt: skip
-_NUMPY_TYPES = {
-    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "F16": np.float16,
-    "BF16": np.uint16, "U32": np.uint32, "I32": np.int32, "F32": np.float32, "U64": np.uint64, "I64": np.int64,
-    "F64": np.float64, "C64": np.complex64,
-}  # fmt: skip
 
 
 def _states_as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]]:
@@ -231,10 +284,11 @@ def _states_as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]
     return arrays, scalars
 
 
-def view_on_host(array: mx.array) -> tuple[str, np.ndarray]:
-    """Returns the name of an evaluated array's dtype in safetensors, and a NumPy view of the array's memory."""
+def view_on_host(array: mx.array) -> FileTensor:
+    """Returns an evaluated array as a tensor for a file, which is a NumPy view of the array's memory."""
     dtype = SAFETENSORS_TYPES[array.dtype]
-    return dtype, np.array(array.view(mx.uint16) if dtype == "BF16" else array, copy=False)  # numpy has no bfloat16
+    view = np.array(array.view(mx.uint16) if dtype == "BF16" else array, copy=False)  # numpy has no bfloat16
+    return FileTensor(dtype, view.shape, view)
 
 
 def _classes_and_states(contents: FileContents) -> tuple[list[str], list[Any], list[Any]]:
@@ -252,12 +306,7 @@ def _classes_and_states(contents: FileContents) -> tuple[list[str], list[Any], l
 
 
 def array_from_tensor(tensor: FileTensor) -> mx.array:
-    flat = (
-        np.frombuffer(tensor.data, _NUMPY_TYPES[tensor.dtype])
-        if len(tensor.data)
-        else np.zeros(0, _NUMPY_TYPES[tensor.dtype])
-    )
-    array = mx.array(flat.reshape(tensor.shape))
+    array = mx.array(np.ndarray(tensor.shape, NUMPY_TYPES[tensor.dtype], tensor.data))
     return array.view(mx.bfloat16) if tensor.dtype == "BF16" else array
 
 
@@ -272,76 +321,10 @@ def _value_of_array(array: mx.array, kind: str) -> Any:
     raise BadFileError(f"it has a value of the unknown kind {kind!r:.40}")
 
 
-# ---- building a cache from a file, with checks that this model can have made it
+# ---- checks of entries from a file
 
 _LENGTH_AXIS = 2  # of keys and values
 _OTHER_SHAPE_MESSAGE = "the arrays of its cache are not those of this model"
-
-
-class _CacheBuilder:
-    """Builds caches from the contents of files, and checks that this model can have made them.
-
-    max_kv_size: maximum number of ids in a plain model's cache, None for no bound.
-    """
-
-    def __init__(self, model: Any, max_kv_size: int | None = None) -> None:
-        self.model, self._max_kv_size = model, max_kv_size
-
-    @cached_property
-    def _example_cache(self) -> list[Any]:
-        """A cache that has read one id. Its arrays show dtypes and shapes; they are never evaluated."""
-        model = self.model
-        own = {} if not has_hypertokens(model) or model.is_plain else {"pack": ()}
-        if self._max_kv_size is not None:
-            cache = make_bounded_cache(model, self._max_kv_size)
-        else:
-            cache = model.make_cache(**own) if has_hypertokens(model) else make_prompt_cache(model)
-        model(mx.array([[0]]), cache=cache)
-        return cache
-
-    def raise_unless_base_ids(self, base_ids: np.ndarray) -> None:
-        """Raises `BadFileError` if a plain model lacks one of these ids. With hypertokens, the codebook checks ids."""
-        limit = None if has_hypertokens(self.model) else decoder_config(self.model).get("vocab_size")
-        if limit is not None and len(base_ids) and int(base_ids.max()) >= limit:
-            raise BadFileError(f"it holds the id {int(base_ids.max())}, base ids are below {limit}")
-
-    def build_cache(self, classes: Sequence[str], states: Sequence[Any], ids: int) -> list[Any]:
-        """Builds a cache that holds `ids` ids. classes, states: the class name and the state of each entry.
-
-        Raises `BadFileError` if this model's caches are different, and other errors if the parts do not fit together.
-        """
-        if len(classes) != len(self._example_cache) or len(states) != len(classes):
-            raise BadFileError(f"its cache has {len(classes)} entries, this model's has {len(self._example_cache)}")
-        return [
-            self._build_entry(name, state, example, ids)
-            for name, state, example in zip(classes, states, self._example_cache, strict=True)
-        ]
-
-    def _build_entry(self, name: str, state: Any, example: Any, ids: int) -> Any:
-        """Builds one entry of a cache. example: the entry at this place in a cache of this model."""
-        if isinstance(example, ZipState):
-            return self._build_zip_state(name, state, ids)
-        if name == QuantizedKVCache.__name__ and type(example) is KVCache:
-            return _checked_quantized_entry(QuantizedKVCache.from_state(state), example, ids)
-        if name != type(example).__name__:
-            raise BadFileError(f"its cache has a {name!r:.40} where this model has a {type(example).__name__}")
-        if isinstance(example, CacheList):
-            parts = zip(state, example.caches, strict=True)
-            return CacheList(*(self._build_entry(inner, part, one, ids) for (part, inner), one in parts))
-        return _checked_entry(type(example).from_state(state), example, ids)
-
-    def _build_zip_state(self, name: str, parts: Any, ids: int) -> ZipState:
-        """Builds a `ZipState`. Raises `BadFileError` if its codec is not the model's, or it does not hold `ids` ids."""
-        own: CodecParams = self.model.config.codec_params
-        if name != ZipState.__name__:
-            raise BadFileError(f"its cache has a {name!r:.40} where this model has its codebook")
-        params = params_from_json(parts[1])
-        if not isinstance(params, CodecParams) or not params.is_equal_except_start(own):
-            raise BadFileError("its codebook has other codec parameters than the loaded model's")
-        state = ZipState.from_state(parts)
-        if state.left_padding != [0] or state.offset != ids:
-            raise BadFileError("its codebook holds another number of ids than its cache")
-        return state
 
 
 def _checked_quantized_entry(entry: QuantizedKVCache, example: KVCache, ids: int) -> QuantizedKVCache:

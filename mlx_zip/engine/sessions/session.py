@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -130,17 +130,6 @@ def answers_within(answers: AnswerIds, base_ids: NDArray[np.uint32]) -> AnswerId
     return {key: ids for key, ids in answers.items() if np.array(ids, np.uint32).tobytes() in held}
 
 
-@dataclass(frozen=True)
-class FileParts:
-    """The contents of a session file. tensors: name -> (name of the dtype in safetensors, view of the values).
-
-    The first two tensors are the base ids and the ends of ids, uint32. metadata: all metadata but the session's facts.
-    """
-
-    tensors: Mapping[str, tuple[str, np.ndarray]]
-    metadata: Mapping[str, str]
-
-
 class SessionCaches(Protocol):
     """How a session store handles the caches of one model. merge_size: maximum base tokens of an id."""
 
@@ -185,8 +174,11 @@ class SessionCaches(Protocol):
         """
         ...
 
-    def to_file_parts(self, session: Session) -> FileParts:
-        """Returns the contents of a session's file. They do not change when the session is continued."""
+    def file_contents(self, session: Session) -> FileContents:
+        """Returns the contents of a session's file, without facts that every session's file has.
+
+        The contents do not change when the session is continued.
+        """
         ...
 
     def cache_from_file(self, contents: FileContents, session: Session) -> tuple[Any, Any]:

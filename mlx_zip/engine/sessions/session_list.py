@@ -1,15 +1,15 @@
 """`SessionList`: the sessions of a store in the order of their last use, found by name or by the ids of a prompt.
 
-`PrefixIndex` keeps the base ids of many sessions in a tree, to find the sessions that begin as a prompt does. An edge
-of the tree holds ids that all sequences below it share, so a search compares each id of the prompt at most once, for
-any number of sessions. `AnswersByKey` has the noted answers of all sessions as one map.
+`PrefixIndex` keeps the base ids of many sessions in order, to find the sessions that begin as a prompt does with a few
+comparisons. `AnswersByKey` has the noted answers of all sessions as one map.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -61,11 +61,13 @@ class SessionList:
         session.used = time.time()
         self._sessions[session.name] = self._sessions.pop(session.name)
 
+    def _index(self, pack_key: str) -> PrefixIndex:
+        return self._indexes.get(pack_key) or PrefixIndex()
+
     def find_equal(self, session: Session) -> Session | None:
         """Returns a session in the list that has the pack and the base ids of `session`, None if there is none."""
-        index = self._indexes.get(session.pack_key)
-        whole = [] if index is None else index.find(session.base_ids).whole
-        return next((self._sessions[name] for name, length in whole if length == len(session.base_ids)), None)
+        prefixes = self._index(session.pack_key).prefixes_of(session.base_ids)
+        return next((self._sessions[name] for name, ids in prefixes if len(ids) == len(session.base_ids)), None)
 
     def find_longest_prefix(self, wanted: Ids, pack_key: str) -> tuple[Session, int] | None:
         """Returns the session that can be reused for the longest prefix of `wanted`, and how many of its ids fit.
@@ -81,127 +83,81 @@ class SessionList:
 
     def find_difference(self, wanted: Ids, pack_key: str) -> Differing | None:
         """Returns where `wanted` first differs from the session with the longest common prefix, None if nowhere."""
-        index = self._indexes.get(pack_key)
-        found = None if index is None else index.find(wanted)
-        if found is None or not 0 < found.depth < len(wanted) or not len(found.next):
+        index = self._index(pack_key)
+        at = index.common_prefix_length(wanted)
+        longer = (ids for _, ids in index.beginning_with(wanted[:at]) if len(ids) > at)
+        if not 0 < at < len(wanted) or (kept := next(longer, None)) is None:
             return None
-        now = wanted[found.depth : found.depth + _DIFFERENCE_IDS]
-        return Differing(found.depth, tuple(found.next[:_DIFFERENCE_IDS].tolist()), tuple(now.tolist()))
+        shown = slice(at, at + _DIFFERENCE_IDS)
+        return Differing(at, tuple(kept[shown].tolist()), tuple(wanted[shown].tolist()))
 
     def _sessions_with_prefix(self, wanted: Ids, pack_key: str) -> Iterator[tuple[Session, int]]:
         """Yields sessions that begin as `wanted` does, each with the number of its ids that can be reused."""
-        index = self._indexes.get(pack_key)
-        if index is None:
-            return
-        found = index.find(wanted)
-        for name, _ in found.whole:
+        index = self._index(pack_key)
+        for name, _ in index.prefixes_of(wanted):
             session = self._sessions[name]
             if session.can_be_read:
                 yield session, len(session.ends)
                 break
-        tried = 0
-        for name in found.names():
-            session = self._sessions[name]
-            if session.is_trimmable and session.can_be_read and len(session.base_ids) > found.depth:
-                yield session, session.count_reusable_ids(found.depth, self._merge_size)
-                if (tried := tried + 1) == _MOST_CANDIDATES:
-                    return
-
-
-@dataclass(slots=True)
-class _TreeNode:
-    """A node of the tree. ids: ids on the edge that leads to this node. names: names of the sequences that end at this
-    node. children: child nodes by the first id on their edges.
-    """
-
-    ids: Ids
-    names: dict[str, None] = field(default_factory=dict)
-    children: dict[int, _TreeNode] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """The result of searching for a prompt. depth: length of the longest common prefix of the prompt and any sequence.
-    whole: (name, length) of each sequence with which the prompt begins, the longest first. below: a node under which
-    all sequences begin with the first `depth` ids of the prompt. next: the next ids of one of these sequences, up to
-    the end of an edge; empty if they all end after `depth` ids.
-    """
-
-    depth: int
-    whole: list[tuple[str, int]]
-    below: _TreeNode
-    next: Ids
-
-    def names(self) -> Iterator[str]:
-        """Yields the names of all sequences that begin with the first `depth` ids of the prompt."""
-        nodes = [self.below]
-        while nodes:
-            node = nodes.pop()
-            yield from node.names
-            nodes += node.children.values()
+        depth = index.common_prefix_length(wanted)
+        sessions = (self._sessions[name] for name, ids in index.beginning_with(wanted[:depth]) if len(ids) > depth)
+        usable = (session for session in sessions if session.is_trimmable and session.can_be_read)
+        for session in islice(usable, _MOST_CANDIDATES):
+            yield session, session.count_reusable_ids(depth, self._merge_size)
 
 
 class PrefixIndex:
-    """Named sequences of base ids."""
+    """Named sequences of base ids, in lexicographic order.
+
+    A sequence that has the longest common prefix with a prompt is next to the prompt's place in this order.
+    """
 
     def __init__(self) -> None:
-        self._root = _TreeNode(np.empty(0, np.uint32))
+        self._sequences: list[tuple[str, Ids]] = []
 
     def add(self, name: str, ids: Ids) -> None:
-        """Adds a sequence, ids [n] uint32. Several sequences may have the same ids."""
-        node, at = self._root, 0
-        while at < len(ids):
-            child = node.children.get(int(ids[at]))
-            if child is None:
-                child = node.children[int(ids[at])] = _TreeNode(ids[at:].copy())
-            elif (shared := common_prefix_length(child.ids, ids[at:])) < len(child.ids):
-                child = node.children[int(ids[at])] = _split_edge(child, shared)
-            node, at = child, at + len(child.ids)
-        node.names[name] = None
+        """Adds a sequence, ids [n] uint32, which must not change. Several sequences may have the same ids."""
+        self._sequences.insert(self._place(ids), (name, ids))
 
     def remove(self, name: str, ids: Ids) -> None:
-        """Removes a sequence that was added with these ids. Raises `KeyError` if no such sequence was added."""
-        path, at = [self._root], 0
-        while at < len(ids):
-            path.append(path[-1].children[int(ids[at])])
-            at += len(path[-1].ids)
-        del path[-1].names[name]
-        while len(path) > 1 and not path[-1].names and not path[-1].children:
-            gone = path.pop()
-            del path[-1].children[int(gone.ids[0])]
-        if len(path) > 1:
-            _join_with_only_child(path[-1])
+        """Removes a sequence that was added with these ids."""
+        at = self._place(ids)
+        while self._sequences[at][0] != name:
+            at += 1
+        del self._sequences[at]
 
-    def find(self, ids: Ids) -> PrefixMatch:
-        """Finds the longest common prefix of a prompt, ids [n] uint32, and any sequence in the index."""
-        node, at, whole, rest = self._root, 0, list[tuple[str, int]](), self._root.ids
-        while True:
-            whole += [(name, at) for name in node.names]
-            child = node.children.get(int(ids[at])) if at < len(ids) else None
-            if child is None:
-                rest = next((one.ids for one in node.children.values()), rest)
-                break
-            shared = common_prefix_length(child.ids, ids[at:])
-            node, at = child, at + shared
-            if shared < len(child.ids):
-                rest = child.ids[shared:]
-                break
-        return PrefixMatch(at, whole[::-1], node, rest)
+    def common_prefix_length(self, ids: Ids) -> int:
+        """Returns the length of the longest common prefix of ids [n] uint32 and any sequence."""
+        at = self._place(ids)
+        neighbours = self._sequences[max(0, at - 1) : at + 1]
+        return max((common_prefix_length(held, ids) for _, held in neighbours), default=0)
+
+    def beginning_with(self, ids: Ids) -> Iterator[tuple[str, Ids]]:
+        """Yields the name and the ids of each sequence that begins with ids [n] uint32."""
+        for at in range(self._place(ids), len(self._sequences)):
+            name, held = self._sequences[at]
+            if not np.array_equal(held[: len(ids)], ids):
+                return
+            yield name, held
+
+    def prefixes_of(self, ids: Ids) -> Iterator[tuple[str, Ids]]:
+        """Yields the name and the ids of each sequence with which ids [n] uint32 begin, the longest first."""
+        at = self._place(ids, bisect_right)
+        while at > 0:
+            name, held = self._sequences[at - 1]
+            if (common := common_prefix_length(held, ids)) == len(held):
+                yield name, held
+                at -= 1
+            else:  # all shorter prefixes are prefixes of what `held` and `ids` have in common
+                ids = ids[:common]
+                at = self._place(ids, bisect_right)
+
+    def _place(self, ids: Ids, bisect: Callable[..., int] = bisect_left) -> int:
+        return bisect(self._sequences, _sort_key(ids), key=lambda one: _sort_key(one[1]))
 
 
-def _split_edge(node: _TreeNode, at: int) -> _TreeNode:
-    """Moves the first `at` ids of a node's edge to a new node above it, and returns the new node."""
-    upper = _TreeNode(node.ids[:at].copy(), {}, {int(node.ids[at]): node})
-    node.ids = node.ids[at:].copy()
-    return upper
-
-
-def _join_with_only_child(node: _TreeNode) -> None:
-    if node.names or len(node.children) != 1:
-        return
-    (child,) = node.children.values()
-    node.ids = np.concatenate([node.ids, child.ids])
-    node.names, node.children = child.names, child.children
+def _sort_key(ids: Ids) -> bytes:
+    return ids.astype(">u4").tobytes()  # big-endian bytes have the order of the numbers
 
 
 class AnswersByKey(Mapping[str, Sequence[int]]):

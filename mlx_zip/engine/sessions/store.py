@@ -20,12 +20,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from mlx_zip.engine.interface import Differing, SessionInfo
-from mlx_zip.engine.sessions.files import SessionSnapshot, read_session
+from mlx_zip.engine.sessions.files import read_session, session_as_file, write_session
 from mlx_zip.engine.sessions.folder import SessionFolder
 from mlx_zip.engine.sessions.session import (
     AnswerIds,
@@ -86,8 +87,11 @@ class SessionStore:
     def __init__(self, caches: SessionCaches, options: SessionOptions) -> None:
         self.caches, self.options = caches, options
         self._list = SessionList(caches.merge_size)
-        self._storage = _Storage(caches, self._list, options)
+        self._folder = SessionFolder(options.folder, options.max_disk_bytes, caches, options.file_facts)
         self._checked_out: dict[str, Session] = {}  # sessions in use by requests, by name
+        for session in self._folder.read_index():
+            self._list.add(session)
+        self._evict_from_disk()
 
     # ---- a request
 
@@ -106,10 +110,10 @@ class SessionStore:
         start: the pack itself, None for the model's own; needed because a session file has only a fingerprint of the
         pack's tuned rows. Raises `ModelError` if the session began with another pack than `start`.
         """
-        self._storage.write_queued()
+        self.continue_writing()
         wanted = np.asarray(base_ids, dtype=np.uint32)[:-1]
         while (found := self._list.find_longest_prefix(wanted, pack_key or self.caches.own_pack_key)) is not None:
-            if self._storage.load_into_memory(found[0]):
+            if self._load_into_memory(found[0]):
                 return self._check_out_session(*found, share, start)
         return None
 
@@ -136,13 +140,13 @@ class SessionStore:
         name = self._note_checkout(
             Session(new_session_name(), "", session.base_ids[:0], session.ends[:0], None, False, 0, answers)
         )
-        self._storage.evict_from_memory()  # the session may have come from disk
+        self._evict_from_memory()  # the session may have come from disk
         return Checkout(cache, ids, base_tokens, name)
 
     def _hand_cache_to_request(self, session: Session) -> None:
         """Removes a session's cache from the store, because a request takes it over. The session's file stays."""
-        self._storage.cancel_write(session)
-        self._storage.drop_cache(session)
+        self._folder.cancel_write(session)
+        self._drop_cache(session)
         self._note_checkout(session)
 
     def put(
@@ -208,7 +212,7 @@ class SessionStore:
         session.answers_version += 1
         self._list.answers.add(name, {key: session.answers[key]})
         if session.saved and session.cache is not None:
-            self._storage.queue_write(session)
+            self._queue_write(session)
 
     def answers(self) -> Mapping[str, Sequence[int]]:
         """Returns the base ids of all sessions' noted answers, by key: a live map that any thread may read."""
@@ -218,19 +222,20 @@ class SessionStore:
 
     def sessions(self) -> list[SessionInfo]:
         """Returns the kept sessions, the most recently used first. Includes a session in use only if it is on disk."""
-        self._storage.write_queued()
+        self.continue_writing()
         return [session.info() for session in self._list.last_used_first() if session.can_be_read]
 
     def save(self, name: str, file: Path) -> None:
         """Writes a session to a file. Raises `EngineError` if the name is unknown or the file cannot be written."""
         session = self._session_named(name)
-        if not self._storage.load_into_memory(session):
+        if not self._load_into_memory(session):
             raise EngineError(f"the file of session {name} cannot be read any more")
         try:
-            SessionSnapshot(session, self.caches, self.options.file_facts).write(file, session.answers)
+            contents = session_as_file(session, self.caches, self.options.file_facts)
+            write_session(file, contents, session.answers)
         except OSError as error:
             raise EngineError(f"session file {file}: cannot be written: {failure_reason(error)}") from error
-        self._storage.evict_from_memory()
+        self._evict_from_memory()
 
     def load(self, file: Path) -> SessionInfo:
         """Reads a session from a file, adds it to the store and returns its info. Does not change the file.
@@ -245,21 +250,21 @@ class SessionStore:
 
     def drop(self, name: str) -> None:
         """Deletes a session from memory and disk. Raises `EngineError` if the name is unknown."""
-        self._storage.delete(self._session_named(name))
+        self._delete(self._session_named(name))
 
     def purge(self) -> int:
         """Deletes all sessions from memory and disk, and returns how many there were.
 
         If some files cannot be deleted, deletes everything else and then raises `EngineError`.
         """
-        self._storage.write_queued()
+        self.continue_writing()
         count, errors = sum(session.can_be_read for session in self._list), list[EngineError]()
         checked_out = list(self._checked_out.items())
         for name, _ in checked_out:
             self.release(name)
         for session in [*(one for name, one in checked_out if self._list.get(name) is not one), *self._list]:
             try:
-                self._storage.delete(session)
+                self._delete(session)
             except EngineError as error:
                 errors.append(error)
         if errors:
@@ -268,19 +273,39 @@ class SessionStore:
 
     def figures(self) -> dict[str, int]:
         """Returns the number of sessions and their bytes in memory and on disk, as fields of `Figures`."""
-        return self._storage.figures()
+        here = [session for session in self._list if session.can_be_read]
+        return {
+            "sessions": len(here),
+            "session_bytes": sum(session.bytes for session in here),
+            "disk_bytes": sum(session.file.bytes for session in self._list if session.file is not None),
+        }
+
+    # ---- writing
 
     def continue_writing(self) -> bool:
         """Hands queued sessions to the writer while it has room. Returns whether sessions are left to be written."""
-        return self._storage.continue_writing()
+        self._forget_failed_writes(self._folder.write_queued())
+        return self._folder.has_pending_writes
 
     def flush(self) -> None:
         """Writes all queued sessions to disk, as far as they fit, and waits for the writes to end."""
-        self._storage.flush()
+        self._forget_failed_writes(self._folder.write_queued(wait=True))
 
     def close(self) -> None:
         """Writes all queued sessions to disk and ends the writer's thread."""
-        self._storage.close()
+        self._forget_failed_writes(self._folder.close())
+
+    def _queue_write(self, session: Session) -> None:
+        self._folder.queue_write(session)
+        self.continue_writing()
+
+    def _forget_failed_writes(self, ended: list[tuple[Session, bool]]) -> None:
+        """Removes sessions whose write failed and whose cache is no longer in memory."""
+        for session, worked in ended:
+            if not worked and session.cache is None and self._list.get(session.name) is session:
+                self._list.remove(session)
+        if ended:
+            self._evict_from_disk()
 
     # ---- keeping
 
@@ -292,12 +317,18 @@ class SessionStore:
         former = former or self._list.find_equal(session)
         if former is not None:
             self._list.remove(former)
-            self._storage.cancel_write(former)
+            self._folder.cancel_write(former)
             session.name, session.file = former.name, former.file
             session.answers = {**former.answers, **session.answers}
         self._list.add(session)
-        self._storage.queue_write(session)
-        self._storage.evict_from_memory()
+        self._queue_write(session)
+        self._evict_from_memory()
+
+    def _delete(self, session: Session) -> None:
+        """Deletes a session from memory and disk. Raises `EngineError` if its file cannot be deleted."""
+        if self._list.get(session.name) is session:
+            self._list.remove(session)
+        self._folder.delete(session)
 
     def _session_named(self, name: str) -> Session:
         """Returns the session of this name. Raises `UnknownSessionError` if there is none that can be read."""
@@ -308,60 +339,9 @@ class SessionStore:
             )
         return session
 
+    # ---- memory and disk
 
-class _Storage:
-    """Keeps the sessions of one model in memory and in a folder, each with a maximum size.
-
-    sessions: the store's sessions. A session that is evicted from both places is removed from `sessions`.
-    """
-
-    def __init__(self, caches: SessionCaches, sessions: SessionList, options: SessionOptions) -> None:
-        self.caches, self.sessions, self.options = caches, sessions, options
-        self._folder: SessionFolder | None = None
-        if options.folder is not None:
-            self._folder = SessionFolder(options.folder, options.max_disk_bytes, caches, options.file_facts)
-            for session in self._folder.read_index():
-                sessions.add(session)
-            self._evict_from_disk()
-
-    def queue_write(self, session: Session) -> None:
-        if self._folder is not None:
-            self._folder.queue_write(session)
-            self.write_queued()
-
-    def cancel_write(self, session: Session) -> None:
-        if self._folder is not None:
-            self._folder.cancel_write(session)
-
-    def figures(self) -> dict[str, int]:
-        here = [session for session in self.sessions if session.can_be_read]
-        return {
-            "sessions": len(here),
-            "session_bytes": sum(session.bytes for session in here),
-            "disk_bytes": sum(session.file.bytes for session in self.sessions if session.file is not None),
-        }
-
-    def continue_writing(self) -> bool:
-        """Hands queued sessions to the writer while it has room. Returns whether sessions are left to be written."""
-        self.write_queued()
-        return self._folder is not None and self._folder.has_pending_writes
-
-    def flush(self) -> None:
-        if self._folder is not None:
-            self._forget_failed_writes(self._folder.write_queued(wait=True))
-
-    def close(self) -> None:
-        if self._folder is not None:
-            self._forget_failed_writes(self._folder.close())
-
-    def delete(self, session: Session) -> None:
-        """Deletes a session from memory and disk. Raises `EngineError` if its file cannot be deleted."""
-        if self.sessions.get(session.name) is session:
-            self.sessions.remove(session)
-        if self._folder is not None:
-            self._folder.delete(session)
-
-    def load_into_memory(self, session: Session) -> bool:
+    def _load_into_memory(self, session: Session) -> bool:
         """Reads a session's cache from disk if it is not in memory. Returns whether the session can be used.
 
         Returns False, and removes the session, if the file is gone or damaged. Also returns False if another process
@@ -375,12 +355,12 @@ class _Storage:
             read = read_session(session.file.path, self.caches, self.options.max_disk_bytes)
         except (EngineError, OSError) as error:
             log.warning("%s", error)
-            self.sessions.remove(session)
+            self._list.remove(session)
             return False
         if not (session.is_prefix_of(read) and read.is_prefix_of(session)):
             read.name, read.file, read.saved = session.name, SessionFile(session.file.path, stamp), True
-            self.sessions.remove(session)
-            self.sessions.add(read)
+            self._list.remove(session)
+            self._list.add(read)
             return False
         session.cache, session.bytes, session.is_trimmable, session.random_state = (
             read.cache,
@@ -390,42 +370,28 @@ class _Storage:
         )
         return True
 
-    def evict_from_memory(self) -> None:
+    def _evict_from_memory(self) -> None:
         """Evicts the least recently used sessions from memory until the rest fits `max_bytes`."""
-        excess = sum(session.bytes for session in self.sessions) - self.options.max_bytes
-        for session in list(self.sessions):
+        excess = sum(session.bytes for session in self._list) - self.options.max_bytes
+        for session in list(self._list):
             if excess <= 0:
                 return
             if session.cache is None:
                 continue
             excess -= session.bytes
-            self.drop_cache(session)
+            self._drop_cache(session)
 
-    def drop_cache(self, session: Session) -> None:
+    def _drop_cache(self, session: Session) -> None:
         """Drops a session's cache from memory. Removes the session unless it is on disk or being written."""
-        if session.saved or (self._folder is not None and self._folder.start_write(session)):
+        if session.saved or self._folder.start_write(session):
             session.cache, session.bytes = None, 0
         else:
-            self.sessions.remove(session)
-
-    def write_queued(self) -> None:
-        if self._folder is not None:
-            self._forget_failed_writes(self._folder.write_queued())
-
-    def _forget_failed_writes(self, ended: list[tuple[Session, bool]]) -> None:
-        """Removes sessions whose write failed and whose cache is no longer in memory."""
-        for session, worked in ended:
-            if not worked and session.cache is None and self.sessions.get(session.name) is session:
-                self.sessions.remove(session)
-        if ended:
-            self._evict_from_disk()
+            self._list.remove(session)
 
     def _evict_from_disk(self) -> None:
         """Deletes the files of the least recently used sessions until the rest fits `max_disk_bytes`."""
-        if self._folder is None:
-            return
         excess = self.figures()["disk_bytes"] + self._folder.unfinished_bytes() - self.options.max_disk_bytes
-        for session in list(self.sessions):
+        for session in list(self._list):
             if excess <= 0:
                 return
             if session.file is None or not session.saved:
@@ -433,58 +399,21 @@ class _Storage:
             excess -= session.file.bytes
             self._folder.evict(session)
             if session.cache is None:
-                self.sessions.remove(session)
+                self._list.remove(session)
 
 
-class NoSessions:
-    """Takes the place of a `SessionStore` that keeps no sessions: every prompt is read whole."""
+class NoSessions(SessionStore):
+    """A store that keeps no sessions: every prompt is read whole."""
 
-    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> None:
-        """Returns None: there is no session."""
+    def __init__(self) -> None:
+        super().__init__(cast(Any, SimpleNamespace(merge_size=1, own_pack_key="")), SessionOptions())
 
-    def find_difference(self, base_ids: Sequence[int], pack_key: str) -> None:
-        """Returns None: there is no session."""
-
-    def put(self, cache: list[Any], **facts: Any) -> None:
+    def put(self, cache: Any, **facts: Any) -> Any:
         """Returns None: the cache is dropped."""
-
-    def release(self, name: str) -> None:
-        """Does nothing."""
-
-    def answers(self) -> Mapping[str, Sequence[int]]:
-        """Returns no answers."""
-        return {}
-
-    def note_answer(self, name: str, key: str, base_ids: Sequence[int]) -> None:
-        """Does nothing."""
-
-    def sessions(self) -> list[SessionInfo]:
-        """Returns no sessions."""
-        return []
-
-    def save(self, name: str, file: Path) -> NoReturn:
-        """Raises `EngineError`."""
-        raise UnknownSessionError(f"there is no session {name!r}: this engine keeps none")
 
     def load(self, file: Path) -> NoReturn:
         """Raises `EngineError`."""
         raise EngineError(f"{file}: this engine keeps no sessions")
 
-    def drop(self, name: str) -> NoReturn:
-        """Raises `EngineError`."""
+    def _session_named(self, name: str) -> NoReturn:
         raise UnknownSessionError(f"there is no session {name!r}: this engine keeps none")
-
-    def purge(self) -> int:
-        """Returns 0."""
-        return 0
-
-    def continue_writing(self) -> bool:
-        """Returns False: there is nothing to write."""
-        return False
-
-    def close(self) -> None:
-        """Does nothing."""
-
-    def figures(self) -> dict[str, int]:
-        """Returns no figures."""
-        return {}
