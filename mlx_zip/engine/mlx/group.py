@@ -31,7 +31,6 @@ from mlx_zip.engine.pass_costs import PassClock
 from mlx_zip.engine.request import Request, propose_drafts
 from mlx_zip.errors import MachineError
 from mlx_zip.models.batching import (
-    extend_cache,
     extract_cache,
     filter_cache,
     flatten_cache_lists,
@@ -323,15 +322,10 @@ class Group:
 
         Called between `remove_ended` and `launch_pass`.
         """
-        caches = [other.cache for other in others]
         for group in (self, *others):
             group._close_draft()
         self._h, self._clock = None, PassClock()  # time spent here must not count as part of a pass
-        if len(self.requests) == 1:
-            self.cache = merge_caches(self.served.model, [self.cache, *caches])
-        else:
-            for cache in caches:
-                extend_cache(self.served.model, self.cache, cache)
+        self.cache = merge_caches(self.served.model, [self.cache, *(other.cache for other in others)])
         for other in others:
             self.requests += other.requests
             self.tokens += other.tokens
