@@ -141,7 +141,7 @@ def _load_on_this_machine(
         use_draft_head_in_folder(folder, model)
     if has_hypertokens(model):
         if fingerprint:
-            model.row_source.keep_fingerprint(model, fingerprint)
+            model.row_source.fingerprint.set(model, fingerprint)
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:
             model.row_source.config = replace(model.config, canonical=canonical)

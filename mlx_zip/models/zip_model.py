@@ -453,7 +453,7 @@ class Model(nn.Module):
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they are now. A pack with rows tuned for this model records it."""
-        return self.row_source.fingerprint(self)
+        return self.row_source.fingerprint.of_model(self)
 
     def weights_changed(self) -> None:
         """Stops using rows that were encoded before the weights changed.
