@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from inspect import signature
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import mlx.core as mx
 import numpy as np
@@ -43,8 +43,6 @@ from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
 from mlx_zip.text.tokenizers import as_tokenizer
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
-
-T = TypeVar("T")
 
 
 class BatchOptions(SamplingOptions, total=False):
@@ -161,27 +159,16 @@ def stream_generate(
     run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids)
     answer = Answer(tokenizer, served.vocab_size, _as_stop_strings(stop), mx.get_peak_memory, turn.cached_tokens)
     facts = turn.base_ids, turn.kept_ids, _codec_of_cache(cache), max_tokens, stop, options, how
-    return _with_wired_memory(model, _stream_on_cache(run, turn, answer, options.seed, facts, prompt_progress_callback))
+    return _stream_on_cache(run, turn, run.responses([answer], facts, turn.begin, prompt_progress_callback))
 
 
 def _stream_on_cache(
-    run: _Run,
-    turn: CacheTurn,
-    answer: Answer,
-    seed: int | None,
-    facts: object,
-    progress: Callable[[int, int], None] | None,
+    run: _Run, turn: CacheTurn, responses: Iterator[tuple[int, GenerationResponse]]
 ) -> Iterator[GenerationResponse]:
-    """Yields the responses of one request. At the end records on the request's cache what the cache has read.
-
-    facts: data of the request that must be equal on all machines.
-    """
-    run.raise_unless_machines_agree(facts)
-    _seed_random(seed)
-    turn.begin()
+    """Yields the responses of one request. At the end records on the request's cache what the cache has read."""
     ids, pieces, reason = list[int](), list[tuple[str, Sequence[int]]](), None
     try:
-        for _, response in run.responses([answer], progress):
+        for _, response in responses:
             ids.append(response.token)
             pieces.append((response.text, response.base_ids))
             reason = response.finish_reason
@@ -248,20 +235,37 @@ class _Run:
         """Adds a request. ends: ids that end the answer. start: pack or entries that a new cache begins with."""
         row, submission = len(self.requests), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
         checked = Checked(submission, as_ids(base_ids), options, start, "", 0)
-        self.requests.append(Request(checked, partial(_put_event, self._arrived, row), self._inline))
-
-    def raise_unless_machines_agree(self, facts: object) -> None:
-        """Raises `MachineError` if the model is on several machines and their facts about the requests differ."""
-        if (group := self._served.machines) is not None:
-            mx.synchronize(generation_stream)  # the last step of an earlier request must be over on all machines
-            raise_unless_machines_agree(group, sha256(repr(facts).encode()).hexdigest(), "the request")
+        self.requests.append(Request(checked, lambda event: self._arrived.append((row, event)), self._inline))
 
     def responses(
-        self, answers: Sequence[Answer], progress: Callable[[int, int], None] | None = None
+        self,
+        answers: Sequence[Answer],
+        facts: object,
+        begin: Callable[[], None] = lambda: None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[tuple[int, GenerationResponse]]:
-        """Yields (index of the request, response) per emitted id until all texts end. answers: one per request."""
-        for answer in answers:
-            answer.start()
+        """Yields (index of the request, response) per emitted id until all texts end.
+
+        answers: one per request. facts: data of the requests that must be equal on all machines. begin: called before
+        the first step. Until the end keeps the model in wired memory on a Mac, as mlx-lm does. Raises `MachineError` if
+        the model is on several machines and their facts differ.
+        """
+        streams: Any = [generation_stream, mx.default_stream(mx.default_device())]  # to be waited for at the end
+        with wired_limit(self._served.model, streams):
+            if (group := self._served.machines) is not None:
+                mx.synchronize(generation_stream)  # the last step of an earlier request must be over on all machines
+                raise_unless_machines_agree(group, sha256(repr(facts).encode()).hexdigest(), "the request")
+            if (seed := self.requests[0].checked.sampling.seed) is not None:
+                mx.random.seed(seed)
+            begin()
+            for answer in answers:
+                answer.start()
+            yield from self._respond(answers, progress)
+
+    def _respond(
+        self, answers: Sequence[Answer], progress: Callable[[int, int], None] | None
+    ) -> Iterator[tuple[int, GenerationResponse]]:
+        """Does what `responses` does, after the requests have begun."""
         for row, event, logprobs in self.events(progress):
             if self.requests[row].handle.cancelled:
                 continue  # the request's text has ended
@@ -289,7 +293,8 @@ class _Run:
         try:
             while scheduler.busy:
                 self._run_or_restore_cache(scheduler, scheduler.run_round)
-                ready = self._take_events()
+                ready = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]
+                self._arrived.clear()
                 emitted = any(isinstance(event, Emitted) for _, event, _ in ready)
                 while self._cache is not None and emitted and scheduler.readings:
                     self._run_or_restore_cache(
@@ -299,11 +304,6 @@ class _Run:
         finally:
             for request in self.requests:
                 request.release_memory()
-
-    def _take_events(self) -> list[tuple[int, Event, Any]]:
-        found = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]
-        self._arrived.clear()
-        return found
 
     def _run_or_restore_cache(self, scheduler: Scheduler, part: Callable[[], None]) -> None:
         """Runs `part`, a round of the scheduler or a part of a round. If `part` raises, trims the caller's cache.
@@ -324,10 +324,6 @@ class _Run:
                 of_prompt = min(state.offset, self._kept + len(self.requests[0].prompt_ids))
                 self._served.model.trim_cache(self._cache, of_prompt if self._yielded is None else self._yielded)
             raise
-
-
-def _put_event(arrived: deque[tuple[int, Event]], row: int, event: Event) -> None:
-    arrived.append((row, event))
 
 
 class _ReportingReading(Reading):
@@ -384,13 +380,6 @@ class _Sampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Returns ids [B] drawn from log-probabilities [B, W]."""
         return self._sampler(logprobs)
-
-
-def _with_wired_memory(model: Any, responses: Iterator[T]) -> Iterator[T]:
-    """Yields the responses. Until the end keeps the model in wired memory on a Mac, as mlx-lm does."""
-    streams: Any = [generation_stream, mx.default_stream(mx.default_device())]  # to be waited for at the end
-    with wired_limit(model, streams):
-        yield from responses
 
 
 def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **options: Unpack[GenerateOptions]) -> str:
@@ -460,16 +449,7 @@ def stream_batch(
         answers.append(Answer(tokenizer, served.vocab_size, _as_stop_strings(stop), mx.get_peak_memory))
         codecs.append(_codec_of_cache(cache))
     facts = [request.submission.base_ids for request in run.requests], codecs, max_tokens, stop, options
-    return _with_wired_memory(model, _stream_in_batch(run, answers, options.seed, facts))
-
-
-def _stream_in_batch(
-    run: _Run, answers: Sequence[Answer], seed: int | None, facts: object
-) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields (index of the prompt, response) per emitted id until all texts end. facts: as in `_stream_on_cache`."""
-    run.raise_unless_machines_agree(facts)
-    _seed_random(seed)
-    yield from run.responses(answers)
+    return run.responses(answers, facts)
 
 
 # ---- checks and parts of requests
@@ -528,11 +508,6 @@ def _as_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
 def _ahead_option(model: Any) -> bool | None:
     """Returns `RunOptions.ahead`: True for a plain model, whose steps then begin as early as in mlx-lm, else None."""
     return None if has_hypertokens(model) else True
-
-
-def _seed_random(seed: int | None) -> None:
-    if seed is not None:
-        mx.random.seed(seed)
 
 
 def _make_request_sampler(options: Sampling, sampler: Sampler | None, served: Served) -> _Sampler:

@@ -112,7 +112,8 @@ class CacheTurn:
         if self._notes.reader is not self._reader:
             return  # the cache holds another request's ids now
         attach_notes(self._cache, self._notes)
-        note_read_ids(self._cache, read)
+        if find_zip_state(self._cache) is None:  # with hypertokens, the codebook logs the ids
+            self._notes.ids.extend(map(int, read))
         ids = [i for _, base_ids in answer for i in base_ids]
         ended = bool(ids) and ids[-1] in self._tokenizer.eos_token_ids
         if self._prefill or not (ended or finish_reason == "length"):
@@ -184,11 +185,15 @@ def reusable_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int,
     That is the longest common prefix of cache and prompt that ends where an id of the cache ends and leaves at least
     one base id of the prompt to be read. Raises `GenerationError` if the number of ids in the cache is unknown.
     """
-    if is_cache_used(cache) and not count_cached_ids(cache):
+    state, ids, count = find_zip_state(cache), notes_on(cache).ids, count_cached_ids(cache)
+    if not count and is_cache_used(cache):
         raise GenerationError(CANNOT_TRIM)
-    ends = _id_ends(cache)
-    held = _known_base_ids(cache)
-    common = common_prefix_length(held, np.asarray(base_ids[:-1], dtype=np.int64))
+    if state is not None:
+        held, ends = state.books[0].base_ids(0), state.books[0].ends()
+    else:  # no ids if the notes on a plain model's cache do not cover all that it holds
+        held = np.array(ids if len(ids) == count else [], np.uint32)
+        ends = np.arange(1, 1 + len(held))
+    common = common_prefix_length(held.astype(np.int64), np.asarray(base_ids[:-1], dtype=np.int64))
     kept = int(np.searchsorted(ends, common, side="right"))
     return kept, int(ends[kept - 1]) if kept else 0
 
@@ -208,29 +213,6 @@ def trim_cache_to(cache: list[Any], ids: int) -> None:
     if surplus := count_cached_ids(cache) - ids:
         trim_prompt_cache(cache, surplus)
         del notes_on(cache).ids[ids:]
-
-
-def note_read_ids(cache: Sequence[Any], ids: Sequence[int]) -> None:
-    """Adds ids to the notes on a plain model's cache. For a zip2zip model does nothing: the codebook logs its ids."""
-    if find_zip_state(cache) is None:
-        notes_on(cache).ids.extend(map(int, ids))
-
-
-def _known_base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Returns the base ids that a cache holds, int64; none if a plain model's notes do not cover all of them."""
-    state = find_zip_state(cache)
-    if state is not None:
-        return state.books[0].base_ids(0).astype(np.int64)
-    notes = notes_on(cache)
-    return np.array(notes.ids if len(notes.ids) == count_cached_ids(cache) else [], np.int64)
-
-
-def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Returns the number of base tokens up to the end of each id that a cache is known to hold, int64."""
-    state = find_zip_state(cache)
-    if state is None:
-        return np.arange(1, 1 + len(_known_base_ids(cache)), dtype=np.int64)
-    return state.books[0].ends()
 
 
 # ---- files, as `mlx_lm.cache_prompt` and `save_prompt_cache` write them
