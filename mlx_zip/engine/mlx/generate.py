@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from inspect import signature
@@ -21,7 +22,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft_options
-from mlx_zip.engine.interface import Emitted, Event, Submission
+from mlx_zip.engine.interface import Emitted, Event, SessionInfo, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn, check_prompt, count_cached_ids
 from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv_options
@@ -31,7 +32,8 @@ from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, format_fo
 from mlx_zip.engine.sampling.options import Sampling, SamplingOptions
 from mlx_zip.engine.sampling.processors import make_sampler
 from mlx_zip.engine.scheduler import Scheduler
-from mlx_zip.engine.sessions.store import Checkout, NoSessions
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
+from mlx_zip.engine.sessions.store import Checkout, NoSessions, SessionOptions, SessionStore
 from mlx_zip.engine.submissions import Checked, check_max_tokens
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
@@ -203,6 +205,33 @@ def stream_ids(
             yield event.id, logprobs
             if event.last:
                 return
+
+
+def cache_prompt(
+    model: Any,
+    tokenizer: Any,
+    base_ids: Sequence[int],
+    options: SessionOptions,
+    run: RunOptions,
+    progress: Callable[[int], None] = lambda read: None,
+) -> tuple[SessionStore, SessionInfo]:
+    """Has the model read a prompt. Returns a store whose only session holds the prompt, and the session's info.
+
+    The session's file is for `mlx_zip generate --prompt-cache-file` and for engines. options: options of the store.
+    run: how the model is run. progress: called with the number of base tokens read so far. Raises `GenerationError` if
+    the prompt or the KV quantization is invalid.
+    """
+    served = Served(model, tokenizer, replace(run, ahead=False))  # the cache must not read the id after the prompt
+    cache = served.new_cache(None)
+    check_kv_options(served, cache)
+    check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
+    state, own = find_zip_state(cache), _Run(served, Inline(), cache)
+    own.add(base_ids, Sampling(), 1, ())
+    for _ in own.events(lambda read, total: progress(read if state is None else state.books[0].base_length)):
+        pass
+    store = open_session_store(model, tokenizer, options)
+    store.put(cache, pack_key="", base_ids=base_ids if state is None else None)
+    return store, store.sessions()[0]
 
 
 def _expand_next_ids(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:

@@ -15,7 +15,7 @@ reads the whole conversation again, and past answers are tokenized like any othe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,8 @@ from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, load_pr
 
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import as_ids, common_prefix_length
-from mlx_zip.engine.interface import SessionInfo, Submission
-from mlx_zip.engine.mlx.group import Reading
-from mlx_zip.engine.mlx.served import Served, check_kv_options
-from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.request import Request
-from mlx_zip.engine.sampling.options import Sampling
-from mlx_zip.engine.sessions.mlx_caches import open_session_store
-from mlx_zip.engine.sessions.store import Checkout, SessionOptions, SessionStore
-from mlx_zip.engine.submissions import Checked, check_base_ids
+from mlx_zip.engine.mlx.served import Served
+from mlx_zip.engine.submissions import check_base_ids
 from mlx_zip.errors import GenerationError, MlxZipError
 from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.rows.zip_state import find_zip_state
@@ -273,37 +266,3 @@ def read_prompt_cache(file: str) -> SavedCache:
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise GenerationError(f"--prompt-cache-file {file} is not a saved prompt cache: {error}") from error
     return SavedCache(file, cache, metadata.get("model"), tokenizer_config, metadata.get("positions"))
-
-
-# ---- a prompt read once and saved as a session's file, for `mlx_zip generate --prompt-cache-file` and for engines
-
-
-def cache_prompt(
-    model: Any,
-    tokenizer: Any,
-    base_ids: Sequence[int],
-    options: SessionOptions,
-    run: RunOptions,
-    progress: Callable[[int], None] = lambda read: None,
-) -> tuple[SessionStore, SessionInfo]:
-    """Has the model read a prompt. Returns a store whose only session holds the prompt, and the session's info.
-
-    options: options of the store. run: how the model is run. progress: called with the number of base tokens read so
-    far. Raises `GenerationError` if the prompt or the KV quantization is invalid.
-    """
-    served = Served(model, tokenizer, run)
-    cache = served.new_cache(None)
-    check_kv_options(served, cache)
-    check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
-    state, submission = find_zip_state(cache), Submission(base_ids, max_tokens=1)
-    request = Request(Checked(submission, as_ids(base_ids), Sampling(), None, "", 0), lambda event: None)
-    request.begin(served, Checkout(cache, 0, 0, ""))
-    reading, group = Reading(served, request), None
-    progress(0)
-    while group is None:
-        _, group = reading.read(run.prefill_step_size)
-        progress(request.held_ids if state is None else state.books[0].base_length)
-    store = open_session_store(model, tokenizer, options)
-    held = None if state is not None else base_ids
-    store.put(cache, pack_key="", base_ids=held)
-    return store, store.sessions()[0]
