@@ -205,7 +205,7 @@ class Proposer:
         h [1, 1, D]: the body's output from which `last` was chosen. cache: the request's cache, which has not read
         `last` yet. Returns two empty lists if `last` is a hypertoken without an output row.
         """
-        rows = self._rows_of_request(cache)
+        rows = _OutputRows(self.model, find_zip_state(cache))
         if most < 1 or last >= rows.end:
             return [], []
         state, one, ids, shares = h, mx.array([[last]]), [], []
@@ -217,9 +217,6 @@ class Proposer:
             shares.append(mx.exp(logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)))
         mx.eval(ids, shares)
         return [int(one.item()) for one in ids], [float(share.item()) for share in shares]
-
-    def _rows_of_request(self, cache: Sequence[Any]) -> _OutputRows:
-        return _OutputRows(self.model, find_zip_state(cache))
 
 
 class _OutputRows:

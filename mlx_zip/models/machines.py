@@ -191,20 +191,16 @@ def split_model(model: Any, group: mx.distributed.Group) -> str:
     does.
     """
     whole = sample_tensors(model)  # of the weights before the split; lazy until each weight is read below
-    _shard_model(model, group)
+    try:
+        model.shard(group)
+    except ValueError as error:
+        raise ModelError(f"the model cannot be split over {group.size()} machines: {error}") from error
     shares = dict(named_arrays(model.parameters()))
     for one in whole:
         mx.eval(one.values, shares[one.name])
     mx.clear_cache()
     model.machines = group
     return fingerprint_samples(whole)
-
-
-def _shard_model(model: Any, group: mx.distributed.Group) -> None:
-    try:
-        model.shard(group)
-    except ValueError as error:
-        raise ModelError(f"the model cannot be split over {group.size()} machines: {error}") from error
 
 
 def machines_of(model: Any) -> mx.distributed.Group | None:

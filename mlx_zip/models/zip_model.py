@@ -22,7 +22,6 @@ from mlx_zip.models.call_inputs import (
     PositionedCache,
     ids_per_sequence,
     kv_length,
-    needs_long_factors,
     positions_of_read_ids,
     raise_unless_ids_shape,
     read_ids_on_host,
@@ -214,9 +213,15 @@ class Model(nn.Module):
 
         Raises `CodecError` if the call would refuse an id.
         """
-        return needs_long_factors(
-            state, ids, self.config.position_mode, self.traits.long_context, self.config.merge_size
-        )
+        context, length = self.traits.long_context, ids.shape[1]
+        if context is None:
+            return False
+        if self.config.position_mode == "compressed":
+            return state.offset + length - min(state.left_padding) > context
+        first = int(state.base_lengths().max())  # position of the longest sequence's next base id
+        if (first >= context) == (first + self.config.merge_size * length > context):
+            return first >= context
+        return int(state.base_lengths_after(ids).max()) > context
 
     def trim_cache(self, cache: Sequence[Any], offset: int) -> None:
         """Trims codebooks and KV caches to `offset` ids per sequence. KV caches with fewer ids are not changed."""

@@ -169,8 +169,11 @@ def _score_calls(
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)
     for row, compressed in zip(ids, rows, strict=True):
         row[: len(compressed.ids)] = compressed.ids
-    cache = _make_scoring_cache(model, rows)
-    options = {"causal": availability == "causal"} if has_hypertokens(model) else {}
+    if has_hypertokens(model):  # the codebook of each row begins with the row's pack
+        cache = model.make_cache(left_padding=[0] * len(rows), pack=[row.pack for row in rows])
+        options = {"causal": availability == "causal"}
+    else:
+        cache, options = make_prompt_cache(model), {}
     row, at, excluded = _excluded_ids(model, rows)
     for begin, end in _columns_per_call(model, rows, ids.shape, availability, at_most):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
@@ -193,13 +196,6 @@ def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.in
     found = [find_excluded_ids(Codebook(codec_of_model(model, row.pack)), row.ids[:-1], row.breaks) for row in rows]
     which = np.repeat(np.arange(len(rows)), [len(at) for at, _ in found])
     return which, np.concatenate([at for at, _ in found]), np.concatenate([ids for _, ids in found])
-
-
-def _make_scoring_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
-    """Returns a new cache for a batch of rows. The codebook of each row begins with the row's `pack`."""
-    if not has_hypertokens(model):
-        return make_prompt_cache(model)
-    return model.make_cache(left_padding=[0] * len(rows), pack=[row.pack for row in rows])
 
 
 def _columns_per_call(
