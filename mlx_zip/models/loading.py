@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ def load(
     )
     if group is not None:
         both = fingerprint + tokenizer_fingerprint(tokenizer)
-        raise_unless_machines_agree(group, sha256(both.encode()).hexdigest(), "the model's weights or tokenizer")
+        raise_unless_machines_agree(group, both, "the model's weights or tokenizer")
     return model, tokenizer
 
 
