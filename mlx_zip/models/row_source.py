@@ -37,7 +37,6 @@ from mlx_zip.models.rows.fingerprints import (
 )
 from mlx_zip.models.rows.row_files import RowSet
 from mlx_zip.models.rows.row_store import RowStore
-from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.packs.pack import Pack
 
@@ -214,7 +213,6 @@ class RowSource:
         """
         if len(places) == 0:
             return
-        limit = self.config.codebook_size if state.places is None else None
         if side.name == "output":
             rows = state.outputs.rows_at(places)
         elif len(places) == 1 and state.places is None:
@@ -222,37 +220,36 @@ class RowSource:
         else:
             rows = self.rows_of_entries(side, *state.entries(places))
         if len(places) == 1:
-            state.inputs.put_run(int(places[0]), rows, limit)
+            state.inputs.put_run(int(places[0]), rows)
         else:
-            state.inputs.put_rows(places, rows, limit)
+            state.inputs.put_rows(places, rows)
         state.encoded_inputs[places] = True
 
     def fill_outputs(self, state: ZipState, side: RowSide) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
         if state.places is not None:
             return state.share_outputs(partial(self.rows_of_entries, side))
-        slot, limit = state.only_missing_output(), self.config.codebook_size
+        slot = state.only_missing_output()
         if slot is not None:
-            state.outputs.put_run(slot, self._row_of_slot(state, side, slot), limit)
+            state.outputs.put_run(slot, self._row_of_slot(state, side, slot))
         else:
             slots = np.array(state.missing_outputs()[0], np.int64)
             if len(slots):
-                state.outputs.put_rows(slots, self.rows_of_entries(side, *state.entries(slots)), limit)
+                state.outputs.put_rows(slots, self.rows_of_entries(side, *state.entries(slots)))
         return state.mark_outputs_encoded()
 
     def _row_of_slot(self, state: ZipState, side: RowSide, slot: int) -> mx.array:
-        """Returns the row [1, D] of one slot of a single sequence; looks it up in the store without numpy."""
-        book, row = state.books[0], None
-        entry = partial(book.padded_entries, slot, 1)
-        if self.store is not None and not side.training:
-            kind, words = self._side_now(side).kind, book.entry_words(slot)
-            row = self.store.find_row_in_memory(kind, words)
-            if row is not None:
-                return row
-            row = self.store.encode_one(kind, words, lambda: self.encode_rows_of_side(side, *entry()))
-        row = self.rows_of_entries(side, *entry()) if row is None else row
-        state.submit(row)
-        return row
+        """Returns the row [1, D] of one slot of a single sequence, from the store or encoded."""
+        book = state.books[0]
+
+        def encode() -> mx.array:
+            row = self.encode_rows_of_side(side, *book.padded_entries(slot, 1))
+            state.submit(row)
+            return row
+
+        if self.store is None or side.training:
+            return encode()
+        return self.store.find_or_encode_row(self._side_now(side).kind, book.entry_words(slot), encode)
 
     # ---- tuned rows
 
@@ -274,21 +271,14 @@ class RowSource:
             )
         return self.pack
 
-    def put_tuned_rows(self, state: ZipState, sides: Sequence[tuple[RowSide, RowTable]]) -> None:
+    def put_tuned_rows(self, state: ZipState, sides: Sequence[RowSide]) -> None:
         """Puts the tuned rows of all sequences into the tables, cast to the dtype of encoded rows.
 
-        sides: each side to fill, with its table. If both sides have equal rows, only the output side is filled; input
-        rows are copied from it when they are read.
+        sides: the output side and, unless both sides have equal rows, the input side.
         """
         for b, pack in enumerate(state.tuned):
             if isinstance(pack, Pack) and not state.bound[b]:
-                rows = {side.name: self._tuned_rows_of_side(pack, side) for side, _ in sides}
-                if state.places is not None:
-                    state.share_tuned_rows(b, rows["output"], rows.get("input"))
-                    continue
-                for side, table in sides:
-                    table.put_run(0, rows[side.name], self.config.codebook_size)
-                state.mark_tuned_rows(list(rows))
+                state.put_tuned_rows(b, *(self._tuned_rows_of_side(pack, side) for side in sides))
 
     def _tuned_rows_of_side(self, pack: Pack, side: RowSide) -> mx.array:
         """Returns a pack's tuned rows [P, D] of one side, cast to the dtype of encoded rows."""

@@ -239,8 +239,8 @@ class Model(nn.Module):
             return
         for pack in self.row_source.resolve_packs(state):
             self.check_pack(pack)
-        sides = [(self.side_named("output"), state.outputs), (self.side_named("input"), state.inputs)]
-        self.row_source.put_tuned_rows(state, sides[:1] if self.sides_are_one else sides)
+        names = ["output"] if self.sides_are_one else ["output", "input"]
+        self.row_source.put_tuned_rows(state, [self.side_named(name) for name in names])
 
     # ---- from ids to the body's output
 

@@ -89,31 +89,27 @@ class RowStore:
             return fresh
         return _order_rows(kind, held, names, [names[i] for i in chosen], fresh)
 
-    def find_row_in_memory(self, kind: RowSet, words: bytes) -> mx.array | None:
-        """Returns the row [1, D] of one entry if it is in memory, else None. words: its base ids as 32-bit words.
+    def find_or_encode_row(self, kind: RowSet, words: bytes, encode: Callable[[], mx.array]) -> mx.array:
+        """Returns the row [1, D] of one entry. words: its base ids as 32-bit words. encode: makes the row.
 
-        Unlike `rows`, this uses no numpy, which would be slow within a step of generation.
+        Unlike `find_or_encode_rows`, this uses numpy only if the row may be on disk, because numpy would be slow within
+        a step of generation.
         """
-        row = self._memory.get(self._memory_name(kind, words))
-        if row is None:
-            return None
-        self.from_memory += 1
-        data: Any = memoryview(row)
-        if kind.dtype == mx.float32:
-            return mx.array(data.cast("f", [1, len(row) // 4]))
-        return mx.array(data.cast("B", [1, len(row)])).view(kind.dtype)
-
-    def encode_one(self, kind: RowSet, words: bytes, encode: Callable[[], mx.array]) -> mx.array | None:
-        """Encodes and returns the row [1, D] of one entry that is not in memory; returns None if it may be on disk.
-
-        words: as in `find_row_in_memory`. encode: makes the row.
-        """
+        name = self._memory_name(kind, words)
+        row = self._memory.get(name)
+        if row is not None:
+            self.from_memory += 1
+            data: Any = memoryview(row)
+            if kind.dtype == mx.float32:
+                return mx.array(data.cast("f", [1, len(row) // 4]))
+            return mx.array(data.cast("B", [1, len(row)])).view(kind.dtype)
         if self._disk is not None and kind.durable:
-            return None
-        row = encode()
+            base_ids, length = np.frombuffer(name[_PREFIX_BYTES:], np.uint32)[None], np.array([len(words) // 4])
+            return self.find_or_encode_rows(kind, base_ids, length, lambda *entry: encode())
+        fresh = encode()
         self.encoded += 1
-        self._fresh.append(_EncodedRows(kind, [self._memory_name(kind, words)], row.view(mx.uint8)))
-        return row
+        self._fresh.append(_EncodedRows(kind, [name], fresh.view(mx.uint8)))
+        return fresh
 
     def take_rows_to_submit(self) -> list[mx.array]:
         """Returns the rows, as bytes and not yet computed, that were encoded since the last call.
