@@ -262,8 +262,9 @@ class _Run:
     ) -> None:
         """Adds a request. ends: ids that end the answer. start: pack or entries that a new cache begins with."""
         row, submission = len(self.requests), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
-        checked = Checked(submission, as_ids(base_ids), options, start, "", 0)
-        self.requests.append(Request(checked, lambda event: self._arrived.append((row, event)), self._inline))
+        checked, arrived = Checked(submission, as_ids(base_ids), options, start, "", 0), self._arrived
+        # the request must not refer to this object, so that the cache is freed as soon as nobody uses the responses
+        self.requests.append(Request(checked, lambda event: arrived.append((row, event)), self._inline))
 
     def responses(
         self,
