@@ -283,7 +283,7 @@ class Group:
 
         Groups with equal results may be merged. Returns None if this group must not be merged now.
         """
-        if not self.served.batches:
+        if not self.served.batches or self._logits is not None:  # logits: of a step that `begin_step` began
             return None
         if self.served.long_context is None:
             return False
