@@ -13,7 +13,6 @@ Source: Hydra (arXiv 2402.05109), whose heads run one after the other; here one 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ import mlx.nn as nn
 from mlx_zip.errors import ModelError, failure_reason, first_message_line
 from mlx_zip.files import atomic_file
 from mlx_zip.layout import decoder_config, has_hypertokens
-from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.rows.encoders import matrix_rows, quantization_settings
 from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.rows.zip_state import Advance, ZipState, find_zip_state
@@ -175,13 +173,6 @@ class HeadFile:
             model.check_logits()
             self._head = head
         return self._head
-
-
-def use_draft_head_in_folder(folder: Path, model: Any) -> None:
-    """Sets `model.draft_head` if the model's folder has a head. The head's file is not read yet."""
-    path = folder / DRAFT_HEAD
-    if os.path.lexists(path):  # a broken link counts as a head, so drafts raise an error
-        model.draft_head = HeadFile(path)
 
 
 def make_head_proposer(model: Any) -> Proposer | None:

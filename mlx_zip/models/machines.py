@@ -203,11 +203,6 @@ def split_model(model: Any, group: mx.distributed.Group) -> str:
     return fingerprint_samples(whole)
 
 
-def machines_of(model: Any) -> mx.distributed.Group | None:
-    """Returns the machines that a model is split over, or None if the model is not split."""
-    return getattr(model, "machines", None)
-
-
 def ids_of_first_machine(ids: mx.array, group: mx.distributed.Group) -> mx.array:
     """Returns the first machine's ids on every machine, in the dtype of `ids`.
 

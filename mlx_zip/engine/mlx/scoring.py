@@ -43,10 +43,13 @@ def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compr
     pack: pack to use in place of the model's own; ignored for a plain model. Raises `DataError` if the model lacks an
     id.
     """
-    for part in parts:
-        _check_ids_below(
-            part, model.layout.vocab_size if has_hypertokens(model) else decoder_config(model).get("vocab_size")
-        )
+    limit = model.layout.vocab_size if has_hypertokens(model) else decoder_config(model).get("vocab_size")
+    for part in parts if limit is not None else ():
+        if len(part) and part.max() >= limit:
+            raise DataError(
+                f"the tokenizer makes id {part.max()}, the model has base ids 0 to {limit - 1}: "
+                "tokenizer and model do not belong together"
+            )
     return (
         compress_parts(codec_of_model(model, pack), *parts, pack=pack)
         if has_hypertokens(model)
@@ -70,15 +73,6 @@ def _codec_with_pack(params: CodecParams, pack: Pack) -> CodecParams:
         return params.with_start(pack)
     except CodecError as error:
         raise DataError(f"the pack (--pack) does not fit the model: {error}") from error
-
-
-def _check_ids_below(ids: Uint32s, limit: int | None) -> None:
-    """Raises `DataError` if an id is not below `limit`, the model's number of base ids; None for no check."""
-    if limit is not None and len(ids) and ids.max() >= limit:
-        raise DataError(
-            f"the tokenizer makes id {ids.max()}, the model has base ids 0 to {limit - 1}: "
-            "tokenizer and model do not belong together"
-        )
 
 
 def score_rows(
