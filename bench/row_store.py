@@ -20,7 +20,7 @@ from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.rows.row_files import RowSet, list_row_files, sum_file_sizes
 from mlx_zip.models.rows.row_folder import RowFolder
-from mlx_zip.models.rows.row_store import RowKind, RowStore
+from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.progress import ProgressBar
 
 from .machine import resident_bytes
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure_row_store(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Fills a store in the folder and returns the record: times in ms or in us per row, sizes in bytes."""
-    rows = RowSet(bytes(32), MERGE_SIZE, 4 * args.width)
+    rows = RowSet(bytes(32), MERGE_SIZE, 4 * args.width, mx.float32)
     disk_limit = 2 * args.rows * (rows.row_bytes + 64) + (1 << 20)
     fill_s = fill_store(folder, rows, args, disk_limit)
     rng = np.random.default_rng(1)
@@ -100,25 +100,24 @@ def measure_row_store(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "lookup_first_us_per_row": summarize_samples(first),
         "lookup_us_per_row": summarize_samples(again),
         "lookup_of_one_us": summarize_samples(single),
-        **time_model_lookups(folder, args, disk_limit, wanted),
+        **time_model_lookups(folder, rows, args, disk_limit, wanted),
     }
 
 
 def time_model_lookups(
-    folder: Path, args: argparse.Namespace, disk_limit: int, wanted: list[np.ndarray]
+    folder: Path, rows: RowSet, args: argparse.Namespace, disk_limit: int, wanted: list[np.ndarray]
 ) -> dict[str, Any]:
     """Times look-ups as a model makes them: rows as arrays on the device, from disk and then from memory.
 
     Also measures the store's memory. wanted: for each trial, the numbers of the rows to look up [batch].
     """
-    kind = RowKind(RowSet(bytes(32), MERGE_SIZE, 4 * args.width), mx.float32, True)
     lengths = np.full(args.batch, MERGE_SIZE)
     from_disk, from_memory, before = [], [], resident_bytes()
     with RowStore(folder, memory_bytes=args.memory_bytes, folder_bytes=disk_limit) as store:
         for chosen in wanted:
             keys = made_up_entries(chosen)
             take: Callable[[], Any] = lambda keys=keys: mx.eval(
-                store.find_or_encode_rows(kind, keys, lengths, refuse_to_encode)
+                store.find_or_encode_rows(rows, keys, lengths, refuse_to_encode)
             )
             from_disk.append(time_us_per_row(take, args.batch))
             from_memory.append(time_us_per_row(take, args.batch))

@@ -141,7 +141,7 @@ def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[
         model = load_weights_into(type(loaded)(loaded.args), weights, quantization)
         if pack is not None:
             if dequantized and pack.rows is not None:  # the rows were tuned for quantized weights of equal value
-                model.row_source.keep_fingerprint(model, pack.rows.model)
+                model.row_source.fingerprint.set(model, pack.rows.model)
             model.use_pack(pack)
         if head is not None:
             model.draft_head = head

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     import mlx.core as mx
 
-    from mlx_zip.engine.mlx.prompt_caches import cache_prompt
+    from mlx_zip.engine.mlx.generate import cache_prompt
     from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE
     from mlx_zip.engine.options import RunOptions
     from mlx_zip.engine.sessions.store import SessionOptions

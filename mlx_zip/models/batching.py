@@ -1,4 +1,4 @@
-"""Lets sequences join and leave a batch between two steps, by merging caches of single requests and splitting them.
+"""Lets sequences join and leave a batch between two steps, by merging caches and splitting them.
 
 A batch's cache has one batch KV cache per layer and, for a model with hypertokens, a `ZipState` of all sequences. All
 functions also take a plain model's caches if mlx-lm can batch them. A model is called with a batch's cache as with the
@@ -63,16 +63,18 @@ def merge_caches(model: Any, caches: Sequence[Sequence[Any]]) -> list[Any]:
     """Merges caches into the cache of one batch, whose sequences have the order of `caches`.
 
     caches: each is the cache of one sequence, made by this model's `make_cache`, or of a batch. Do not use them
-    afterwards: the batch takes over their codebooks, to which logits processors stay bound. Raises `ModelError`,
-    leaving the caches unchanged, if the list is empty, a cache belongs to another model, LongRoPE's factors differ
+    afterwards: the batch takes over their codebooks, to which logits processors stay bound. If one cache is of a batch,
+    put it first, because its hyper rows are not copied then. Raises `ModelError`, leaving the caches unchanged, if the
+    list is empty, a cache belongs to another model, codecs differ (start entries may) or LongRoPE's factors differ
     between caches, or a KV cache cannot be batched (see `can_batch`).
     """
     if not caches:
         raise ModelError("there are no caches to merge")
     kvs = [_batchable_kv_caches(model, cache) for cache in caches]
     states = [state for cache in caches if (state := find_zip_state(cache)) is not None]
-    last = [ZipState.merge(states)] if states else []
-    return [*(_merge_layer(layer) for layer in zip(*kvs, strict=True)), *last]
+    with restore_on_error(caches[0]):
+        last = [ZipState.merge(states)] if states else []
+        return [*(_merge_layer(layer) for layer in zip(*kvs, strict=True)), *last]
 
 
 def merge_empty_caches(model: Any, caches: Sequence[Sequence[Any]], left_padding: Sequence[int]) -> list[Any]:
@@ -87,23 +89,6 @@ def merge_empty_caches(model: Any, caches: Sequence[Sequence[Any]], left_padding
     if state is not None:
         state.left_padding = list(left_padding)
     return batch
-
-
-def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None:
-    """Appends the sequences of `cache` to `batch`, the cache of a batch.
-
-    cache: of one sequence or of a batch. Do not use it afterwards: the batch takes over its codebooks. Raises
-    `ModelError`, leaving both unchanged, if `batch` is the cache of a single request, and as `merge_caches` does.
-    """
-    kv, more = _batchable_kv_caches(model, batch), _batchable_kv_caches(model, cache)
-    if any(isinstance(layer, _SINGLE_CACHES) for layer in flatten_cache_lists(kv)):
-        raise ModelError("the cache to add to is one of a single request: merge it first")
-    state, other = find_zip_state(batch), find_zip_state(cache)
-    with restore_on_error(batch):
-        if state is not None and other is not None:
-            state.extend(other)
-        for layer, added in zip(kv, more, strict=True):
-            layer.extend(_to_batch_of_one(added))
 
 
 def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:

@@ -108,28 +108,13 @@ def positions_of_log(state: ZipState, log: np.ndarray, begin: int, end: int, mod
     return Positions(index=mx.array(state.base_positions(log)[:, begin:end]), long=long)
 
 
-def needs_long_factors(state: ZipState, ids: np.ndarray, mode: str, context: int | None, merge_size: int) -> bool:
-    """Returns whether a call that reads ids [B, L] next uses LongRoPE's long factors.
-
-    merge_size: maximum number of base ids of one id. Raises `CodecError` if the call would refuse an id.
-    """
-    if context is None:
-        return False
-    length = ids.shape[1]
-    if mode == "compressed":
-        return _needs_long_at(state.offset + length - min(state.left_padding) - 1, context)
-    done = int(state.base_lengths().max())
-    if _needs_long_at(done, context) == _needs_long_at(done + merge_size * length - 1, context):
-        return _needs_long_at(done, context)
-    return _needs_long_at(int(state.base_lengths_after(ids).max()) - 1, context)
-
-
 def positions_of_unread_ids(
     state: ZipState, hyper: mx.array, slots: mx.array, mode: str, context: int | None, merge_size: int
 ) -> Positions | None:
     """Returns the positions of ids [B, 1] that the state has not read yet.
 
     hyper [B, 1]: whether each id is a hypertoken. slots [B, 1]: the slots of the hypertokens, any slot for other ids.
+    merge_size: maximum number of base ids of one id.
 
     Returns None if the ids may make LongRoPE switch between its short and long factors.
     """

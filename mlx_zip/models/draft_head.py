@@ -13,7 +13,6 @@ Source: Hydra (arXiv 2402.05109), whose heads run one after the other; here one 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ import mlx.nn as nn
 from mlx_zip.errors import ModelError, failure_reason, first_message_line
 from mlx_zip.files import atomic_file
 from mlx_zip.layout import decoder_config, has_hypertokens
-from mlx_zip.models.model_folder import DRAFT_HEAD
 from mlx_zip.models.rows.encoders import matrix_rows, quantization_settings
 from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.rows.zip_state import Advance, ZipState, find_zip_state
@@ -177,13 +175,6 @@ class HeadFile:
         return self._head
 
 
-def use_draft_head_in_folder(folder: Path, model: Any) -> None:
-    """Sets `model.draft_head` if the model's folder has a head. The head's file is not read yet."""
-    path = folder / DRAFT_HEAD
-    if os.path.lexists(path):  # a broken link counts as a head, so drafts raise an error
-        model.draft_head = HeadFile(path)
-
-
 def make_head_proposer(model: Any) -> Proposer | None:
     """Returns a `Proposer` with the head in the model's folder, or None if there is no head.
 
@@ -205,7 +196,7 @@ class Proposer:
         h [1, 1, D]: the body's output from which `last` was chosen. cache: the request's cache, which has not read
         `last` yet. Returns two empty lists if `last` is a hypertoken without an output row.
         """
-        rows = self._rows_of_request(cache)
+        rows = _OutputRows(self.model, find_zip_state(cache))
         if most < 1 or last >= rows.end:
             return [], []
         state, one, ids, shares = h, mx.array([[last]]), [], []
@@ -217,9 +208,6 @@ class Proposer:
             shares.append(mx.exp(logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)))
         mx.eval(ids, shares)
         return [int(one.item()) for one in ids], [float(share.item()) for share in shares]
-
-    def _rows_of_request(self, cache: Sequence[Any]) -> _OutputRows:
-        return _OutputRows(self.model, find_zip_state(cache))
 
 
 class _OutputRows:

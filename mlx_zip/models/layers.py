@@ -27,7 +27,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlx_zip.errors import ConfigError
 from mlx_zip.models.decoder_options import (
     count_rotated_columns,
     longrope_factors,
@@ -124,37 +123,31 @@ def _rotate_one_position(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str, Any]) -> Rope:
     """Builds a layer's `Rope` from `parameters`, as `rope_parameters` returns them.
 
-    head_dim: width of an attention head. config: config.json. Raises `ConfigError` if the rope type is not supported or
-    a parameter is wrong. Source of the formulas: transformers 5 `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN
-    arXiv 2309.00071.
+    head_dim: width of an attention head. config: config.json. Raises `ConfigError` if a parameter is wrong. Source of
+    the formulas: transformers 5 `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
     """
     kind = parameters["rope_type"]
-    if not isinstance(kind, str) or kind not in _ROPE_BUILDERS:
-        raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(sorted(_ROPE_BUILDERS))}")
     with rope_errors_as_config_errors(kind):
         dims = count_rotated_columns(parameters, head_dim)
-        waves = parameters["rope_theta"] ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
-        return _ROPE_BUILDERS[kind](dims, waves, parameters, config)
+        waves = parameters["rope_theta"] ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)  # divided by 2 pi
+        if kind == "linear":
+            return Rope(dims, waves * parameters["factor"])
+        if kind == "llama3":
+            return Rope(dims, _llama3_wavelengths(waves, parameters, config))
+        if kind == "yarn":
+            return _yarn_rope(dims, waves, parameters, config)
+        return _longrope_rope(dims, waves, parameters, config) if kind == "longrope" else Rope(dims, waves)
 
 
-def _default_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    """Returns a `Rope` without scaling. waves [dims / 2], also below: unscaled wavelengths divided by 2 pi."""
-    return Rope(dims, waves)
-
-
-def _linear_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    return Rope(dims, waves * parameters["factor"])
-
-
-def _llama3_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
-    """Returns Llama 3's `Rope`: multiplies long wavelengths by `factor`, keeps short ones, and blends those between."""
+def _llama3_wavelengths(waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> mx.array:
+    """Multiplies the long wavelengths [dims / 2] by `factor`, keeps short ones, and blends those between."""
     factor, context = parameters["factor"], pretraining_context(parameters, config)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     length = 2 * math.pi * waves
     smooth = (context / length - low) / (high - low)
     blended = waves / ((1 - smooth) / factor + smooth)
     scaled = mx.where(length > context / low, waves * factor, waves)
-    return Rope(dims, mx.where((length >= context / high) & (length <= context / low), blended, scaled))
+    return mx.where((length >= context / high) & (length <= context / low), blended, scaled)
 
 
 def _yarn_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
@@ -169,15 +162,6 @@ def _longrope_rope(dims: int, waves: mx.array, parameters: Mapping[str, Any], co
     """Returns LongRoPE's `Rope`, which has two sets of factors, short and long, with one factor per wavelength."""
     short, long, magnitude = longrope_factors(parameters, config, dims)
     return Rope(dims, waves * mx.array([*short], mx.float32), waves * mx.array([*long], mx.float32), magnitude)
-
-
-_ROPE_BUILDERS = {
-    "default": _default_rope,
-    "linear": _linear_rope,
-    "llama3": _llama3_rope,
-    "yarn": _yarn_rope,
-    "longrope": _longrope_rope,
-}
 
 
 # ---- RMSNorm

@@ -6,9 +6,9 @@ Also counts the bytes of weights that a step reads, and by what share one more h
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_message_line
 from mlx_zip.files import expand_home
 from mlx_zip.layout import MODEL_TYPE, has_hypertokens
-from mlx_zip.models.draft_head import use_draft_head_in_folder
+from mlx_zip.models.draft_head import HeadFile
 from mlx_zip.models.machines import (
     Group,
     raise_unless_machines_agree,
@@ -29,6 +29,7 @@ from mlx_zip.models.machines import (
     split_model,
 )
 from mlx_zip.models.model_folder import (
+    DRAFT_HEAD,
     UPSTREAM_CONFIG_NAME,
     codebook_config_changes,
     find_model_folder,
@@ -90,7 +91,7 @@ def load(
     )
     if group is not None:
         both = fingerprint + tokenizer_fingerprint(tokenizer)
-        raise_unless_machines_agree(group, sha256(both.encode()).hexdigest(), "the model's weights or tokenizer")
+        raise_unless_machines_agree(group, both, "the model's weights or tokenizer")
     return model, tokenizer
 
 
@@ -137,11 +138,11 @@ def _load_on_this_machine(
     make_tokenizer_exact_in_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if pack is not None:
         pack.check_made_for(loaded[1], "the pack (--pack)")
-    if group is None:
-        use_draft_head_in_folder(folder, model)
+    if group is None and os.path.lexists(folder / DRAFT_HEAD):  # a broken link too, so drafts raise an error
+        model.draft_head = HeadFile(folder / DRAFT_HEAD)
     if has_hypertokens(model):
         if fingerprint:
-            model.row_source.keep_fingerprint(model, fingerprint)
+            model.row_source.fingerprint.set(model, fingerprint)
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:
             model.row_source.config = replace(model.config, canonical=canonical)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -124,11 +125,10 @@ def smallest_over_machines(group: Group, number: int) -> int:
     return int(least.item())
 
 
-def raise_unless_machines_agree(group: Group, digest: str, what: str) -> None:
-    """Raises `MachineError` on all machines unless all hex digests are equal. what: the data, for the message."""
-    own = mx.array(list(bytes.fromhex(digest)), mx.int32)
-    differs = not mx.array_equal(arrays_of_first_machine(group, {"digest": own})["digest"], own).item()
-    if sum_over_machines(group, int(differs))[0]:
+def raise_unless_machines_agree(group: Group, facts: str, what: str) -> None:
+    """Raises `MachineError` on all machines unless all have equal facts. what: what these are, for the message."""
+    own = sha256(facts.encode()).digest()
+    if sum_over_machines(group, int(bytes_of_first_machine(group, own) != own))[0]:
         raise MachineError(f"the machines of this run differ in {what}; give all the same")
 
 
@@ -191,25 +191,16 @@ def split_model(model: Any, group: mx.distributed.Group) -> str:
     does.
     """
     whole = sample_tensors(model)  # of the weights before the split; lazy until each weight is read below
-    _shard_model(model, group)
+    try:
+        model.shard(group)
+    except ValueError as error:
+        raise ModelError(f"the model cannot be split over {group.size()} machines: {error}") from error
     shares = dict(named_arrays(model.parameters()))
     for one in whole:
         mx.eval(one.values, shares[one.name])
     mx.clear_cache()
     model.machines = group
     return fingerprint_samples(whole)
-
-
-def _shard_model(model: Any, group: mx.distributed.Group) -> None:
-    try:
-        model.shard(group)
-    except ValueError as error:
-        raise ModelError(f"the model cannot be split over {group.size()} machines: {error}") from error
-
-
-def machines_of(model: Any) -> mx.distributed.Group | None:
-    """Returns the machines that a model is split over, or None if the model is not split."""
-    return getattr(model, "machines", None)
 
 
 def ids_of_first_machine(ids: mx.array, group: mx.distributed.Group) -> mx.array:

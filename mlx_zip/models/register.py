@@ -43,23 +43,16 @@ class _HookingFinder(importlib.abc.MetaPathFinder):
         if name not in _IMPORT_HOOKS:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _HookingLoader(spec.loader)
+        if spec is None or spec.loader is None:
+            return spec
+        run_code = spec.loader.exec_module
+
+        def run_code_and_hook(module: ModuleType) -> None:
+            run_code(module)
+            _IMPORT_HOOKS[name](module)
+
+        spec.loader.exec_module = run_code_and_hook  # type: ignore[method-assign]
         return spec
-
-
-class _HookingLoader(importlib.abc.Loader):
-    """Loads a module with Python's own loader, then runs the module's hook."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        _IMPORT_HOOKS[module.__name__](module)
 
 
 def _register_zip_state(cache_module: Any) -> None:

@@ -12,8 +12,12 @@ that was computed with them, so that the copy does not wait.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -22,12 +26,22 @@ import numpy as np
 
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ModelError
-from mlx_zip.models.rows.encoders import encode_entries
-from mlx_zip.models.rows.fingerprints import KeptFingerprint
-from mlx_zip.models.rows.row_store import RowKind, RowKinds, RowStore
-from mlx_zip.models.rows.row_tables import RowTable
+from mlx_zip.models.rows.encoders import SingleEncoder, can_encode_singly, encode_entries, matrix_rows
+from mlx_zip.models.rows.fingerprints import (
+    KeptFingerprint,
+    TensorPlace,
+    are_unchanged,
+    host_bytes,
+    sample_values,
+    tensor_places,
+)
+from mlx_zip.models.rows.row_files import RowSet
+from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.packs.pack import Pack
+
+FORMAT = 1  # increase it when a change makes encoders compute other rows
+_QUANTIZATION = ("bits", "group_size", "mode")
 
 
 class RowSide(NamedTuple):
@@ -43,20 +57,44 @@ class RowSide(NamedTuple):
     training: bool
 
 
+@dataclass(frozen=True)
+class _SideNow:
+    """A side with its weights as they are now. kind: the rows that it makes. places: the weights' tensors."""
+
+    side: RowSide
+    kind: RowSet
+    places: list[TensorPlace]
+    config: ZipConfig
+
+    def is_current(self, side: RowSide) -> bool:
+        """Returns whether `side` is this side, and no tensor has been replaced since."""
+        same = self.side.encoder is side.encoder and self.side.matrix is side.matrix
+        return same and are_unchanged(self.places)
+
+    @cached_property
+    def single_encoder(self) -> SingleEncoder | None:
+        """The encoder for single entries, None if `SingleEncoder` does not support this side's encoder."""
+        if not can_encode_singly(self.side.encoder):
+            return None
+        return SingleEncoder(self.side.encoder, self.side.matrix, self.config.merge_size, self.config.pad_id)
+
+
 class RowSource:
     """The sources of a model's hyper rows. Every model has one `RowSource`; `mlx_zip.load` sets its fields.
 
     config: the model's `ZipConfig`, with the start entries and the canonical decoding chosen in `load`. store: the
     `RowStore` that keeps rows from one request to the next, or None; the store never changes a result. pack: the pack
-    of the start entries with tuned rows, or None if the rows of the start entries are encoded.
+    of the start entries with tuned rows, or None if the rows of the start entries are encoded. fingerprint: of the
+    whole model. recorded: the fingerprints in the model's config, by side. A side without a fingerprint gets a random
+    name in the store, and its rows are not kept on disk.
     """
 
     def __init__(
-        self, config: ZipConfig, fingerprints: Any, store: RowStore | None = None, pack: Pack | None = None
+        self, config: ZipConfig, recorded: Any, store: RowStore | None = None, pack: Pack | None = None
     ) -> None:
-        self.config, self.store, self.pack = config, store, pack
-        self._row_kinds = RowKinds(fingerprints, config.merge_size, config.pad_id)
-        self._fingerprint = KeptFingerprint()
+        self.config, self.store, self.pack, self.fingerprint = config, store, pack, KeptFingerprint()
+        self._recorded: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
+        self._sides: dict[str, _SideNow] = {}
 
     def for_copy(self) -> RowSource:
         """Returns a row source for a copy of the model, with this one's config, store and pack.
@@ -81,16 +119,51 @@ class RowSource:
 
     def weights_changed(self) -> None:
         """Stops using rows that were encoded before the weights changed."""
-        self._row_kinds.forget()
-        self._fingerprint.forget()
+        self._forget_sides()
+        self.fingerprint.forget()
 
-    def fingerprint(self, model: nn.Module) -> str:
-        """Returns the fingerprint of the model as it is now (`mlx_zip.models.rows.fingerprints`)."""
-        return self._fingerprint.of_model(model)
+    def _forget_sides(self) -> None:
+        """Makes both sides use new names in the store, which no other model has."""
+        self._sides.clear()
+        self._recorded = {}
 
-    def keep_fingerprint(self, model: nn.Module, fingerprint: str) -> None:
-        """Sets the model's fingerprint to that of the whole model, because `model` is this machine's share of it."""
-        self._fingerprint.set(model, fingerprint)
+    def _side_now(self, side: RowSide) -> _SideNow:
+        """Returns the side with its current weights."""
+        known = self._sides.get(side.name)
+        if known is not None and known.is_current(side):
+            return known
+        if known is not None:  # a tensor was replaced, perhaps by one with equal samples
+            self._forget_sides()
+        places = [*tensor_places(side.encoder), *tensor_places(side.matrix)]
+        made = self._sides[side.name] = _SideNow(side, self._make_kind(side), places, self.config)
+        return made
+
+    def _make_kind(self, side: RowSide) -> RowSet:
+        """Returns the kind of the rows that a side makes now, with its name in the store.
+
+        A store never mixes rows of different weights. The name covers the fingerprint in config.json, which the
+        converter or the trainer wrote. Other tools quantize, fuse or adapt a model without changing that fingerprint,
+        and a program may change weights in memory. So the name also covers the type, the quantization and a few values
+        of every tensor that rows depend on (no tensor is hashed whole), and a new name is made when a tensor is
+        replaced.
+        """
+        size = self.config.merge_size
+        entry = matrix_rows(side.matrix, mx.zeros((1, size), mx.uint32))
+        row = side.encoder(entry, mx.array([size], mx.int32))  # for its shape and type
+        recorded = self._recorded.get(side.name)
+        durable = isinstance(recorded, str) and bool(recorded)
+        facts = [
+            FORMAT,
+            side.name,
+            recorded if durable else os.urandom(16).hex(),
+            str(row.dtype),
+            row.shape[-1],
+            str(mx.default_device().type),
+            _tensor_facts(side.encoder),
+            _tensor_facts(side.matrix),
+        ]
+        digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+        return RowSet(digest, size, row.shape[-1] * row.dtype.size, row.dtype, durable)
 
     # ---- the store
 
@@ -121,19 +194,15 @@ class RowSource:
         encode = partial(self.encode_rows_of_side, side)
         if self.store is None or side.training:
             return encode(base_ids, lengths)
-        return self.store.find_or_encode_rows(self._row_kind(side), base_ids, lengths, encode)
+        return self.store.find_or_encode_rows(self._side_now(side).kind, base_ids, lengths, encode)
 
     def encode_rows_of_side(self, side: RowSide, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
         """Encodes the rows [N, D] of N > 0 entries; uses `SingleEncoder` for a single entry, except in training."""
         if len(lengths) == 1 and not side.training:
-            single = self._row_kinds.single_encoder(side.name, side.encoder, side.matrix)
+            single = self._side_now(side).single_encoder
             if single is not None:
                 return single(mx.array(base_ids[:, : int(lengths[0])]))
         return encode_entries(side.encoder, side.matrix, base_ids, lengths)
-
-    def _row_kind(self, side: RowSide) -> RowKind:
-        """Returns the kind of the rows that this side makes with its current weights."""
-        return self._row_kinds.kind(side.name, side.encoder, side.matrix)
 
     # ---- the row tables of a request
 
@@ -144,7 +213,6 @@ class RowSource:
         """
         if len(places) == 0:
             return
-        limit = self.config.codebook_size if state.places is None else None
         if side.name == "output":
             rows = state.outputs.rows_at(places)
         elif len(places) == 1 and state.places is None:
@@ -152,37 +220,36 @@ class RowSource:
         else:
             rows = self.rows_of_entries(side, *state.entries(places))
         if len(places) == 1:
-            state.inputs.put_run(int(places[0]), rows, limit)
+            state.inputs.put_run(int(places[0]), rows)
         else:
-            state.inputs.put_rows(places, rows, limit)
+            state.inputs.put_rows(places, rows)
         state.encoded_inputs[places] = True
 
     def fill_outputs(self, state: ZipState, side: RowSide) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
         if state.places is not None:
             return state.share_outputs(partial(self.rows_of_entries, side))
-        slot, limit = state.only_missing_output(), self.config.codebook_size
+        slot = state.only_missing_output()
         if slot is not None:
-            state.outputs.put_run(slot, self._row_of_slot(state, side, slot), limit)
+            state.outputs.put_run(slot, self._row_of_slot(state, side, slot))
         else:
             slots = np.array(state.missing_outputs()[0], np.int64)
             if len(slots):
-                state.outputs.put_rows(slots, self.rows_of_entries(side, *state.entries(slots)), limit)
+                state.outputs.put_rows(slots, self.rows_of_entries(side, *state.entries(slots)))
         return state.mark_outputs_encoded()
 
     def _row_of_slot(self, state: ZipState, side: RowSide, slot: int) -> mx.array:
-        """Returns the row [1, D] of one slot of a single sequence; looks it up in the store without numpy."""
-        book, row = state.books[0], None
-        entry = partial(book.padded_entries, slot, 1)
-        if self.store is not None and not side.training:
-            kind, words = self._row_kind(side), book.entry_words(slot)
-            row = self.store.find_row_in_memory(kind, words)
-            if row is not None:
-                return row
-            row = self.store.encode_one(kind, words, lambda: self.encode_rows_of_side(side, *entry()))
-        row = self.rows_of_entries(side, *entry()) if row is None else row
-        state.submit(row)
-        return row
+        """Returns the row [1, D] of one slot of a single sequence, from the store or encoded."""
+        book = state.books[0]
+
+        def encode() -> mx.array:
+            row = self.encode_rows_of_side(side, *book.padded_entries(slot, 1))
+            state.submit(row)
+            return row
+
+        if self.store is None or side.training:
+            return encode()
+        return self.store.find_or_encode_row(self._side_now(side).kind, book.entry_words(slot), encode)
 
     # ---- tuned rows
 
@@ -204,24 +271,29 @@ class RowSource:
             )
         return self.pack
 
-    def put_tuned_rows(self, state: ZipState, sides: Sequence[tuple[RowSide, RowTable]]) -> None:
+    def put_tuned_rows(self, state: ZipState, sides: Sequence[RowSide]) -> None:
         """Puts the tuned rows of all sequences into the tables, cast to the dtype of encoded rows.
 
-        sides: each side to fill, with its table. If both sides have equal rows, only the output side is filled; input
-        rows are copied from it when they are read.
+        sides: the output side and, unless both sides have equal rows, the input side.
         """
         for b, pack in enumerate(state.tuned):
             if isinstance(pack, Pack) and not state.bound[b]:
-                rows = {side.name: self._tuned_rows_of_side(pack, side) for side, _ in sides}
-                if state.places is not None:
-                    state.share_tuned_rows(b, rows["output"], rows.get("input"))
-                    continue
-                for side, table in sides:
-                    table.put_run(0, rows[side.name], self.config.codebook_size)
-                state.mark_tuned_rows(list(rows))
+                state.put_tuned_rows(b, *(self._tuned_rows_of_side(pack, side) for side in sides))
 
     def _tuned_rows_of_side(self, pack: Pack, side: RowSide) -> mx.array:
         """Returns a pack's tuned rows [P, D] of one side, cast to the dtype of encoded rows."""
         assert pack.rows is not None
         rows = pack.rows.output if side.name == "output" else pack.rows.input
-        return mx.array(rows).astype(self._row_kind(side).dtype)
+        return mx.array(rows).astype(self._side_now(side).kind.dtype)
+
+
+def _tensor_facts(module: nn.Module) -> list[Any]:
+    """Returns what a kind covers of a module: its tensors' names, types, shapes, sampled values and quantization."""
+    found = list(tensor_places(module))
+    tensors = [(key, value, sample_values(value)) for _, key, value in found if isinstance(value, mx.array)]
+    mx.eval([some for _, _, some in tensors])
+    modules = [module, *(value for _, _, value in found if isinstance(value, nn.Module))]
+    return [
+        [[str(key), str(value.dtype), value.shape, bytes(host_bytes(some)).hex()] for key, value, some in tensors],
+        [[type(node).__name__, *(str(getattr(node, name, None)) for name in _QUANTIZATION)] for node in modules],
+    ]

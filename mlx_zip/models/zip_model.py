@@ -22,7 +22,6 @@ from mlx_zip.models.call_inputs import (
     PositionedCache,
     ids_per_sequence,
     kv_length,
-    needs_long_factors,
     positions_of_read_ids,
     raise_unless_ids_shape,
     read_ids_on_host,
@@ -214,9 +213,15 @@ class Model(nn.Module):
 
         Raises `CodecError` if the call would refuse an id.
         """
-        return needs_long_factors(
-            state, ids, self.config.position_mode, self.traits.long_context, self.config.merge_size
-        )
+        context, length = self.traits.long_context, ids.shape[1]
+        if context is None:
+            return False
+        if self.config.position_mode == "compressed":
+            return state.offset + length - min(state.left_padding) > context
+        first = int(state.base_lengths().max())  # position of the longest sequence's next base id
+        if (first >= context) == (first + self.config.merge_size * length > context):
+            return first >= context
+        return int(state.base_lengths_after(ids).max()) > context
 
     def trim_cache(self, cache: Sequence[Any], offset: int) -> None:
         """Trims codebooks and KV caches to `offset` ids per sequence. KV caches with fewer ids are not changed."""
@@ -234,8 +239,8 @@ class Model(nn.Module):
             return
         for pack in self.row_source.resolve_packs(state):
             self.check_pack(pack)
-        sides = [(self.side_named("output"), state.outputs), (self.side_named("input"), state.inputs)]
-        self.row_source.put_tuned_rows(state, sides[:1] if self.sides_are_one else sides)
+        names = ["output"] if self.sides_are_one else ["output", "input"]
+        self.row_source.put_tuned_rows(state, [self.side_named(name) for name in names])
 
     # ---- from ids to the body's output
 
@@ -453,7 +458,7 @@ class Model(nn.Module):
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they are now. A pack with rows tuned for this model records it."""
-        return self.row_source.fingerprint(self)
+        return self.row_source.fingerprint.of_model(self)
 
     def weights_changed(self) -> None:
         """Stops using rows that were encoded before the weights changed.

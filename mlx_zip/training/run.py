@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     group = mx.distributed.init()
     start = run_on_all_machines(group, lambda: _load_run_inputs(options, settings, first=group.rank() == 0))
     facts = json.dumps([start.fingerprint, start.record["data"]])
-    raise_unless_machines_agree(group, sha256(facts.encode()).hexdigest(), "model, data or settings")
+    raise_unless_machines_agree(group, facts, "model, data or settings")
     held_out = sum_over_machines(group, start.held_out)[0]  # the first machine's count
     data, valid = split_held_out(start.data, held_out, settings.seed)
     lock = lock_run_folder(options.out) if group.rank() == 0 else nullcontext()

@@ -475,6 +475,18 @@ def test_a_row_that_would_be_mostly_padding_stays_out_of_the_batch(monkeypatch):
         assert (3,) not in sizes
 
 
+def test_groups_that_an_end_lets_merge_are_merged_once_their_step_is_done():
+    model, limits = twin(), (4, 25, 25)
+    with tiny_engine(run={"ahead": True}) as engine:
+        served = engine._scheduler.served
+        served._weight_bytes = served.kv_bytes_per_id * 30  # 171, 151 and 128 ids: the last joins when the first ends
+        some = [tiny.base_ids(length, seed) for seed, length in enumerate((430, 380, 300), start=1)]
+        asked = list(zip(some, limits, strict=True))
+        watches = at_once(engine, lambda: [ask(engine, prompt, max_tokens=n)[1] for prompt, n in asked])
+        for watch, (prompt, n) in zip(watches, asked, strict=True):
+            same(watch.wait(), alone(model, prompt, max_tokens=n))
+
+
 @both
 def test_the_first_of_two_prompts_answers_before_the_second_is_read(kind):
     with tiny_engine("plain", kind=kind, run={"prefill_step_size": 128}) as engine:

@@ -223,10 +223,10 @@ def viewed(array):
 
 
 def test_a_row_is_written_in_place_while_a_body_holds_the_copy_that_it_reads():
-    table, row, places = TwoCopyTable.from_table(RowTable()), mx.ones((1, 8)), set()
+    table, row, places = TwoCopyTable(64), mx.ones((1, 8)), set()
     for slot in range(20):
         body = viewed(table.array)  # a body in flight reads this copy
-        table.put_run(slot, slot * row, 64)
+        table.put_run(slot, slot * row)
         places.add(address(table.array))
         del body
     assert len(places) == 2
@@ -235,9 +235,9 @@ def test_a_row_is_written_in_place_while_a_body_holds_the_copy_that_it_reads():
 
 @pytest.mark.parametrize("at", range(2))
 def test_an_interrupt_while_a_row_is_written_leaves_every_row_that_was_put(at, monkeypatch):
-    table, row = TwoCopyTable.from_table(RowTable()), mx.ones((1, 8))
+    table, row = TwoCopyTable(64), mx.ones((1, 8))
     for slot in range(5):
-        table.put_run(slot, slot * row, 64)
+        table.put_run(slot, slot * row)
     write, calls = RowTable._write_run, iter(range(9))
 
     def interrupted(self, *args):
@@ -248,49 +248,49 @@ def test_an_interrupt_while_a_row_is_written_leaves_every_row_that_was_put(at, m
     with monkeypatch.context() as patch:
         patch.setattr(RowTable, "_write_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            table.put_run(5, 5 * row, 64)
+            table.put_run(5, 5 * row)
     for slot in range(5, 9):
         np.testing.assert_array_equal(np.array(table.rows)[0, :slot, 0], np.arange(slot))
-        table.put_run(slot, slot * row, 64)
+        table.put_run(slot, slot * row)
 
 
 def test_without_turns_the_same_writes_copy_the_table():
     """What the test above would see if a table did not turn."""
-    table, held = RowTable(), []
+    table, held = RowTable(64), []
     for slot in range(5):
-        table.put_run(slot, mx.ones((1, 8)), 64)
+        table.put_run(slot, mx.ones((1, 8)))
         held.append(viewed(table.array))
     assert len({address(one) for one in held}) == len(held)
 
 
 def test_an_output_row_is_written_in_place():
-    table, row = ColumnTable(), mx.ones((1, 8))
-    table.put_run(0, row, 64)
+    table, row = ColumnTable(64), mx.ones((1, 8))
+    table.put_run(0, row)
     first = address(table.array)
     for slot in range(1, 20):
-        table.put_run(slot, slot * row, 64)
+        table.put_run(slot, slot * row)
         assert address(table.array) == first
     np.testing.assert_array_equal(np.array(table.rows)[0, 1:20, 3], np.arange(1, 20))
 
 
-@pytest.mark.parametrize("kind", [RowTable, ColumnTable, lambda: TwoCopyTable.from_table(RowTable())])
+@pytest.mark.parametrize("kind", [RowTable, ColumnTable, TwoCopyTable])
 def test_every_table_holds_what_was_put_last(kind):
     rng, width, limit = np.random.default_rng(0), 5, 600
-    table, expected = kind(), np.zeros((limit, width), np.float32)
+    table, expected = kind(limit), np.zeros((limit, width), np.float32)
     for _ in range(40):
         n = int(rng.integers(1, 6))
         places, first = rng.permutation(limit)[:n], int(rng.integers(limit - n))
         rows = rng.normal(size=(2, n, width)).astype(np.float32)
-        table.put_rows(places, mx.array(rows[0]), limit)
+        table.put_rows(places, mx.array(rows[0]))
         np.testing.assert_array_equal(np.array(table.rows_at(places)), rows[0])
-        table.put_run(first, mx.array(rows[1]), limit)
+        table.put_run(first, mx.array(rows[1]))
         expected[places] = rows[0]
         expected[first : first + n] = rows[1]
         found = np.array(table.rows)
         np.testing.assert_array_equal(found[0], expected[: found.shape[1]])
     twin, some = table.copy(), rng.permutation(table.capacity)[:300]
     kept = table.select(some, 400)
-    table.put_rows(np.array([0]), mx.full((1, width), 9.0), limit)
+    table.put_rows(np.array([0]), mx.full((1, width), 9.0))
     np.testing.assert_array_equal(np.array(twin.rows)[0], expected[: found.shape[1]])
     np.testing.assert_array_equal(np.array(kept.rows)[0, :300], expected[some])
     kept.put_run(300, mx.ones((1, width)))

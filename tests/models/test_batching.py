@@ -10,7 +10,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_zip.codec import compress_next
 from mlx_zip.engine.sampling.canonical import CanonicalDecoding
 from mlx_zip.errors import ModelError
-from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
+from mlx_zip.models.batching import extract_cache, filter_cache, merge_caches
 from mlx_zip.models.rows import row_tables as rows
 from mlx_zip.models.rows import sequence_rows as state_rows
 from mlx_zip.models.rows.row_store import RowStore
@@ -83,10 +83,7 @@ class Batch:
 
     def join(self, row):
         self.rows.append(row)
-        if self.cache is None:
-            self.cache = merge_caches(self.model, [row.cache])
-        else:
-            extend_cache(self.model, self.cache, row.cache)
+        self.cache = merge_caches(self.model, [row.cache] if self.cache is None else [self.cache, row.cache])
 
     def leave(self, index):
         row = self.rows.pop(index)
@@ -193,7 +190,7 @@ def test_a_batch_can_be_reordered_and_a_batch_can_join_a_batch():
     batch.step()
     filter_cache(batch.cache, [1, 0])
     batch.rows.reverse()
-    extend_cache(model, batch.cache, other.cache)
+    batch.cache = merge_caches(model, [batch.cache, other.cache])
     batch.rows += other.rows
     for _ in range(STEPS):
         batch.step()
@@ -231,8 +228,8 @@ def test_plain_caches_join_and_leave():
     for cache, prompt in zip(caches, prompts, strict=True):
         plain(mx.array([prompt]), cache=cache)
     batch = merge_caches(plain, caches[:1])
-    extend_cache(plain, batch, caches[1])
-    extend_cache(plain, batch, caches[2])
+    batch = merge_caches(plain, [batch, caches[1]])
+    batch = merge_caches(plain, [batch, caches[2]])
     filter_cache(batch, [2, 1])
     alone = extract_cache(batch, 0)
     expected = np.array(plain(mx.array([[9, 5, 7]]))[0, -1])
@@ -249,13 +246,11 @@ def test_caches_that_do_not_fit_are_refused_and_nothing_changes():
     batch = merge_caches(model, caches[:2])
     caches[2][-1].long_rope = True
     with pytest.raises(ModelError, match="LongRoPE"):
-        extend_cache(model, batch, caches[2])
+        merge_caches(model, [batch, caches[2]])
     with pytest.raises(ModelError, match="codec parameters"):
-        extend_cache(model, batch, other.make_cache())
+        merge_caches(model, [batch, other.make_cache()])
     with pytest.raises(ModelError, match="QuantizedKVCache"):
-        extend_cache(model, batch, quantized)
-    with pytest.raises(ModelError, match="single request"):
-        extend_cache(model, caches[2], batch)
+        merge_caches(model, [batch, quantized])
     with pytest.raises(ModelError, match="no caches"):
         merge_caches(model, [])
     for wrong in ([], [2], [-1], [0, 0]):

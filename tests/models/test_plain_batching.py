@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_zip.errors import ModelError
-from mlx_zip.models.batching import can_batch, extend_cache, extract_cache, filter_cache, merge_caches
+from mlx_zip.models.batching import can_batch, extract_cache, filter_cache, merge_caches
 from support import tiny
 from support.plain_families import FAMILIES, STATES, WINDOWS, plain_family
 from support.slow_cases import slow_but
@@ -65,10 +65,7 @@ class Batch:
 
     def join(self, rows):
         for row in rows:
-            if self.cache is None:
-                self.cache = merge_caches(self.model, [row.cache])
-            else:
-                extend_cache(self.model, self.cache, row.cache)
+            self.cache = merge_caches(self.model, [row.cache] if self.cache is None else [self.cache, row.cache])
             self.rows.append(row)
 
     def leave(self, places):
@@ -119,7 +116,7 @@ def test_joins_and_leaves_in_any_order_change_no_sequence(name, seed):
 def test_batches_are_merged_reordered_and_taken_apart(name):
     model, rows = family(name), [Row(name, number) for number in range(4)]
     one = merge_caches(model, [rows[0].cache, rows[1].cache])
-    extend_cache(model, one, merge_caches(model, [rows[2].cache, rows[3].cache]))
+    one = merge_caches(model, [one, merge_caches(model, [rows[2].cache, rows[3].cache])])
     filter_cache(one, [3, 0, 2])
     order = [rows[3], rows[0], rows[2]]
     for _ in range(12):
@@ -146,7 +143,7 @@ def test_a_cache_that_joins_is_not_changed_and_an_interrupt_changes_nothing(name
     with monkeypatch.context() as patch:
         patch.setattr(type(last), "extend", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            extend_cache(model, batch, rows[2].cache)
+            merge_caches(model, [batch, rows[2].cache])
     for row in rows[2:]:
         row.step(name)
         assert row.ids == expected(name, row.number)[:2]
@@ -174,7 +171,5 @@ def test_what_does_not_fit_is_refused(name):
     with pytest.raises(ModelError, match="batch of 2"):
         filter_cache(batch, [2])
     if name != "mamba2":  # its caches hold any number of sequences
-        with pytest.raises(ModelError, match="single request"):
-            extend_cache(model, row.cache, batch)
         with pytest.raises(ModelError, match="no cache of a batch"):
             extract_cache(row.cache, 0)

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
+from mlx_zip.models.batching import extract_cache, filter_cache, merge_caches
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.two_part_step import TwoPartStep
 from mlx_zip.packs.pack import Pack
@@ -58,10 +58,10 @@ def test_a_sequence_that_joins_copies_no_rows_that_are_there():
     model = tiny.tiny_model()
     batch = merge_caches(model, [read(model)])
     state, held = batch[-1], (batch[-1].outputs.array, batch[-1].inputs.array)
-    extend_cache(model, batch, read(model))
+    batch = merge_caches(model, [batch, read(model)])
     filter_cache(batch, [1, 0])
     assert (state.outputs.array is held[0], state.inputs.array is held[1]) == (True, True)
-    extend_cache(model, batch, read(model, [*IDS, 30, 31]))
+    batch = merge_caches(model, [batch, read(model, [*IDS, 30, 31])])
     assert len(state.places) == len(state.books[2]) == len(state.books[0]) + 2
 
 
@@ -71,7 +71,8 @@ def test_many_joins_and_leaves_take_no_more_places(ahead):
     model = tiny.tiny_model()
     batch, most = merge_caches(model, [read(model) for _ in range(2)]), 0
     for number in range(80):
-        extend_cache(model, batch, read(model, tiny.base_ids(30, number), pack=[[3 + number % 30, 3], [4, 5]]))
+        joining = read(model, tiny.base_ids(30, number), pack=[[3 + number % 30, 3], [4, 5]])
+        batch = merge_caches(model, [batch, joining])
         filter_cache(batch, [1, 2])
         stepped(model, batch, [5, 6], ahead)
         assert len({len(batch[-1].books), len(batch[-1].replaced), len(batch[-1].places.index)}) == 1
@@ -94,7 +95,7 @@ def test_tuned_rows_of_one_sequence_are_not_those_of_another(one):
     fresh = merge_caches(model, [model.make_cache(pack=tuned), model.make_cache(pack=PACK)])
     batch = merge_caches(model, caches[:1])
     for cache in caches[1:]:
-        extend_cache(model, batch, cache)
+        batch = merge_caches(model, [batch, cache])
     assert len(batch[-1].places) == len({*batch[-1].places.place_of}) >= 2 * len(PACK)
     np.testing.assert_allclose(stepped(model, copy.deepcopy(batch), [tiny.VOCAB + 2] * 4), alone, atol=2e-4)
     np.testing.assert_allclose(stepped(model, batch, [tiny.VOCAB + 2] * 4, ahead=True), alone, atol=2e-4)

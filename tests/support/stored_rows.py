@@ -10,14 +10,13 @@ import numpy as np
 
 from mlx_zip import RowStore
 from mlx_zip.models.rows.row_files import RowSet, list_row_files
-from mlx_zip.models.rows.row_store import RowKind
 
 WORDS, WIDTH = 3, 16
 N = 200  # entries that a test stores
 
 
-def kind(name: int = 1, width: int = WIDTH, dtype: mx.Dtype = mx.float32, durable: bool = True) -> RowKind:
-    return RowKind(RowSet(bytes([name] * 32), WORDS, width * dtype.size), dtype, durable)
+def kind(name: int = 1, width: int = WIDTH, dtype: mx.Dtype = mx.float32, durable: bool = True) -> RowSet:
+    return RowSet(bytes([name] * 32), WORDS, width * dtype.size, dtype, durable)
 
 
 def entries(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +52,7 @@ def fill(folder: Path, n: int = N, seed: int = 0, folder_bytes: int = 1 << 20) -
         store.find_or_encode_rows(kind(), ids, lengths, Encoder())
 
 
-def check(folder: Path, n: int = N, seed: int = 0, which: RowKind | None = None, folder_bytes: int = 1 << 20) -> int:
+def check(folder: Path, n: int = N, seed: int = 0, which: RowSet | None = None, folder_bytes: int = 1 << 20) -> int:
     """Reads n entries, checks their rows, stores the missing ones, and returns how many were missing."""
     encoder, (ids, lengths) = Encoder(), entries(n, seed)
     with RowStore(folder, folder_bytes=folder_bytes) as store:

@@ -41,7 +41,11 @@ class Choice:
 
     def wait_for_ids(self) -> list[Chosen]:
         """Returns the chosen ids; waits until they are computed."""
-        chosen = self._copy_to_host()
+        if self.packed is None:
+            ids: Any = self.y.tolist()
+            chosen = [Chosen(one) for one in ids]
+        else:
+            chosen = [_unpack_row(row, top) for row, top in zip(np.array(self.packed), self.top, strict=True)]
         if self.logprobs is not None:
             for row, one in enumerate(chosen):
                 one.logprobs = self.logprobs[row]
@@ -51,22 +55,15 @@ class Choice:
                 one.failed = bool(flag)
         return chosen
 
-    def _copy_to_host(self) -> list[Chosen]:
-        """Returns the chosen ids with `logprob` and `likely`; `wait_for_ids` sets the other fields."""
-        if self.packed is None:
-            ids: Any = self.y.tolist()
-            return [Chosen(one) for one in ids]
-        host = np.array(self.packed)
-        width = (host.shape[1] - 2) // 2
-        floats = host.view(np.float32)
-        return [self._chosen_id_of_row(host[i], floats[i], width, top) for i, top in enumerate(self.top)]
 
-    def _chosen_id_of_row(self, ints: np.ndarray, floats: np.ndarray, width: int, top: int | None) -> Chosen:
-        if top is None:
-            return Chosen(int(ints[0]))
-        pairs = zip(ints[2 : 2 + width].tolist(), floats[2 + width :].tolist(), strict=True)
-        likely = sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: -pair[1])
-        return Chosen(int(ints[0]), float(floats[1]), likely[:top])
+def _unpack_row(ints: np.ndarray, top: int | None) -> Chosen:
+    """Returns the chosen id in a row [2 + 2K] of `Choice.packed`. top: as in `Choice`."""
+    if top is None:
+        return Chosen(int(ints[0]))
+    floats, width = ints.view(np.float32), (len(ints) - 2) // 2
+    pairs = zip(ints[2 : 2 + width].tolist(), floats[2 + width :].tolist(), strict=True)
+    likely = sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: -pair[1])
+    return Chosen(int(ints[0]), float(floats[1]), likely[:top])
 
 
 def choose_ids(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from inspect import signature
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +21,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft_options
-from mlx_zip.engine.interface import Emitted, Event, Submission
+from mlx_zip.engine.interface import Emitted, Event, SessionInfo, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
 from mlx_zip.engine.mlx.prompt_caches import CacheTurn, check_prompt, count_cached_ids
 from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv_options
@@ -31,7 +31,8 @@ from mlx_zip.engine.responses import RULE, Answer, GenerationResponse, format_fo
 from mlx_zip.engine.sampling.options import Sampling, SamplingOptions
 from mlx_zip.engine.sampling.processors import make_sampler
 from mlx_zip.engine.scheduler import Scheduler
-from mlx_zip.engine.sessions.store import Checkout, NoSessions
+from mlx_zip.engine.sessions.mlx_caches import open_session_store
+from mlx_zip.engine.sessions.store import Checkout, NoSessions, SessionOptions, SessionStore
 from mlx_zip.engine.submissions import Checked, check_max_tokens
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
@@ -43,8 +44,6 @@ from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
 from mlx_zip.text.tokenizers import as_tokenizer
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
-
-T = TypeVar("T")
 
 
 class BatchOptions(SamplingOptions, total=False):
@@ -161,27 +160,16 @@ def stream_generate(
     run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids)
     answer = Answer(tokenizer, served.vocab_size, _as_stop_strings(stop), mx.get_peak_memory, turn.cached_tokens)
     facts = turn.base_ids, turn.kept_ids, _codec_of_cache(cache), max_tokens, stop, options, how
-    return _with_wired_memory(model, _stream_on_cache(run, turn, answer, options.seed, facts, prompt_progress_callback))
+    return _stream_on_cache(run, turn, run.responses([answer], facts, turn.begin, prompt_progress_callback))
 
 
 def _stream_on_cache(
-    run: _Run,
-    turn: CacheTurn,
-    answer: Answer,
-    seed: int | None,
-    facts: object,
-    progress: Callable[[int, int], None] | None,
+    run: _Run, turn: CacheTurn, responses: Iterator[tuple[int, GenerationResponse]]
 ) -> Iterator[GenerationResponse]:
-    """Yields the responses of one request. At the end records on the request's cache what the cache has read.
-
-    facts: data of the request that must be equal on all machines.
-    """
-    run.raise_unless_machines_agree(facts)
-    _seed_random(seed)
-    turn.begin()
+    """Yields the responses of one request. At the end records on the request's cache what the cache has read."""
     ids, pieces, reason = list[int](), list[tuple[str, Sequence[int]]](), None
     try:
-        for _, response in run.responses([answer], progress):
+        for _, response in responses:
             ids.append(response.token)
             pieces.append((response.text, response.base_ids))
             reason = response.finish_reason
@@ -218,6 +206,33 @@ def stream_ids(
                 return
 
 
+def cache_prompt(
+    model: Any,
+    tokenizer: Any,
+    base_ids: Sequence[int],
+    options: SessionOptions,
+    run: RunOptions,
+    progress: Callable[[int], None] = lambda read: None,
+) -> tuple[SessionStore, SessionInfo]:
+    """Has the model read a prompt. Returns a store whose only session holds the prompt, and the session's info.
+
+    The session's file is for `mlx_zip generate --prompt-cache-file` and for engines. options: options of the store.
+    run: how the model is run. progress: called with the number of base tokens read so far. Raises `GenerationError` if
+    the prompt or the KV quantization is invalid.
+    """
+    served = Served(model, tokenizer, replace(run, ahead=False))  # the cache must not read the id after the prompt
+    cache = served.new_cache(None)
+    check_kv_options(served, cache)
+    check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
+    state, own = find_zip_state(cache), _Run(served, Inline(), cache)
+    own.add(base_ids, Sampling(), 1, ())
+    for _ in own.events(lambda read, total: progress(read if state is None else state.books[0].base_length)):
+        pass
+    store = open_session_store(model, tokenizer, options)
+    store.put(cache, pack_key="", base_ids=base_ids if state is None else None)
+    return store, store.sessions()[0]
+
+
 def _expand_next_ids(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:
     """Returns the base ids of ids [n] that `cache` reads next. Raises `CodecError` if its codebook lacks an id."""
     state = find_zip_state(cache)
@@ -247,21 +262,39 @@ class _Run:
     ) -> None:
         """Adds a request. ends: ids that end the answer. start: pack or entries that a new cache begins with."""
         row, submission = len(self.requests), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
-        checked = Checked(submission, as_ids(base_ids), options, start, "", 0)
-        self.requests.append(Request(checked, partial(_put_event, self._arrived, row), self._inline))
-
-    def raise_unless_machines_agree(self, facts: object) -> None:
-        """Raises `MachineError` if the model is on several machines and their facts about the requests differ."""
-        if (group := self._served.machines) is not None:
-            mx.synchronize(generation_stream)  # the last step of an earlier request must be over on all machines
-            raise_unless_machines_agree(group, sha256(repr(facts).encode()).hexdigest(), "the request")
+        checked, arrived = Checked(submission, as_ids(base_ids), options, start, "", 0), self._arrived
+        # the request must not refer to this object, so that the cache is freed as soon as nobody uses the responses
+        self.requests.append(Request(checked, lambda event: arrived.append((row, event)), self._inline))
 
     def responses(
-        self, answers: Sequence[Answer], progress: Callable[[int, int], None] | None = None
+        self,
+        answers: Sequence[Answer],
+        facts: object,
+        begin: Callable[[], None] = lambda: None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Iterator[tuple[int, GenerationResponse]]:
-        """Yields (index of the request, response) per emitted id until all texts end. answers: one per request."""
-        for answer in answers:
-            answer.start()
+        """Yields (index of the request, response) per emitted id until all texts end.
+
+        answers: one per request. facts: data of the requests that must be equal on all machines. begin: called before
+        the first step. Until the end keeps the model in wired memory on a Mac, as mlx-lm does. Raises `MachineError` if
+        the model is on several machines and their facts differ.
+        """
+        streams: Any = [generation_stream, mx.default_stream(mx.default_device())]  # to be waited for at the end
+        with wired_limit(self._served.model, streams):
+            if (group := self._served.machines) is not None:
+                mx.synchronize(generation_stream)  # the last step of an earlier request must be over on all machines
+                raise_unless_machines_agree(group, repr(facts), "the request")
+            if (seed := self.requests[0].checked.sampling.seed) is not None:
+                mx.random.seed(seed)
+            begin()
+            for answer in answers:
+                answer.start()
+            yield from self._respond(answers, progress)
+
+    def _respond(
+        self, answers: Sequence[Answer], progress: Callable[[int, int], None] | None
+    ) -> Iterator[tuple[int, GenerationResponse]]:
+        """Does what `responses` does, after the requests have begun."""
         for row, event, logprobs in self.events(progress):
             if self.requests[row].cancelled:
                 continue  # the request's text has ended
@@ -289,7 +322,8 @@ class _Run:
         try:
             while scheduler.busy:
                 self._run_or_restore_cache(scheduler, scheduler.run_round)
-                ready = self._take_events()
+                ready = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]
+                self._arrived.clear()
                 emitted = any(isinstance(event, Emitted) for _, event, _ in ready)
                 while self._cache is not None and emitted and scheduler.readings:
                     self._run_or_restore_cache(
@@ -299,11 +333,6 @@ class _Run:
         finally:
             for request in self.requests:
                 request.release_memory()
-
-    def _take_events(self) -> list[tuple[int, Event, Any]]:
-        found = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]
-        self._arrived.clear()
-        return found
 
     def _run_or_restore_cache(self, scheduler: Scheduler, part: Callable[[], None]) -> None:
         """Runs `part`, a round of the scheduler or a part of a round. If `part` raises, trims the caller's cache.
@@ -324,10 +353,6 @@ class _Run:
                 of_prompt = min(state.offset, self._kept + len(self.requests[0].prompt_ids))
                 self._served.model.trim_cache(self._cache, of_prompt if self._yielded is None else self._yielded)
             raise
-
-
-def _put_event(arrived: deque[tuple[int, Event]], row: int, event: Event) -> None:
-    arrived.append((row, event))
 
 
 class _ReportingReading(Reading):
@@ -385,13 +410,6 @@ class _Sampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Returns ids [B] drawn from log-probabilities [B, W]."""
         return self._sampler(logprobs)
-
-
-def _with_wired_memory(model: Any, responses: Iterator[T]) -> Iterator[T]:
-    """Yields the responses. Until the end keeps the model in wired memory on a Mac, as mlx-lm does."""
-    streams: Any = [generation_stream, mx.default_stream(mx.default_device())]  # to be waited for at the end
-    with wired_limit(model, streams):
-        yield from responses
 
 
 def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **options: Unpack[GenerateOptions]) -> str:
@@ -461,16 +479,7 @@ def stream_batch(
         answers.append(Answer(tokenizer, served.vocab_size, _as_stop_strings(stop), mx.get_peak_memory))
         codecs.append(_codec_of_cache(cache))
     facts = [request.submission.base_ids for request in run.requests], codecs, max_tokens, stop, options
-    return _with_wired_memory(model, _stream_in_batch(run, answers, options.seed, facts))
-
-
-def _stream_in_batch(
-    run: _Run, answers: Sequence[Answer], seed: int | None, facts: object
-) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields (index of the prompt, response) per emitted id until all texts end. facts: as in `_stream_on_cache`."""
-    run.raise_unless_machines_agree(facts)
-    _seed_random(seed)
-    yield from run.responses(answers)
+    return run.responses(answers, facts)
 
 
 # ---- checks and parts of requests
@@ -529,11 +538,6 @@ def _as_stop_strings(stop: str | Iterable[str] | None) -> tuple[str, ...]:
 def _ahead_option(model: Any) -> bool | None:
     """Returns `RunOptions.ahead`: True for a plain model, whose steps then begin as early as in mlx-lm, else None."""
     return None if has_hypertokens(model) else True
-
-
-def _seed_random(seed: int | None) -> None:
-    if seed is not None:
-        mx.random.seed(seed)
 
 
 def _make_request_sampler(options: Sampling, sampler: Sampler | None, served: Served) -> _Sampler:

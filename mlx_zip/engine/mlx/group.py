@@ -31,7 +31,6 @@ from mlx_zip.engine.pass_costs import PassClock
 from mlx_zip.engine.request import Request, propose_drafts
 from mlx_zip.errors import MachineError
 from mlx_zip.models.batching import (
-    extend_cache,
     extract_cache,
     filter_cache,
     flatten_cache_lists,
@@ -60,7 +59,6 @@ class Group:
     ) -> None:
         self.served, self.requests, self.cache = served, requests, cache
         self.tokens: list[int] = []
-        self._ahead: TwoPartStep | None = None
         self._begun: mx.array | None = None  # the body's output of a step that began before its ids were read
         self._logits: mx.array | None = logits
         self._choice: Choice | None = None
@@ -109,8 +107,7 @@ class Group:
             if not served.hyper:
                 self._begun = self._read_last_ids(self._choice.y[:, None])
             elif served.long_context is None or len(self.requests) == 1:
-                self._ahead = self._ahead or TwoPartStep(served.model, self.cache)
-                self._h = self._begun = self._ahead.run_body(self._choice.y)
+                self._h = self._begun = TwoPartStep(served.model, self.cache).run_body(self._choice.y)
             if self._begun is not None:
                 mx.async_eval(self._begun)
 
@@ -166,7 +163,9 @@ class Group:
     def launch_pass(self) -> None:
         """Enqueues the pass over the chosen ids and, if no request has a constraint, the choice of the next ids."""
         if self._logits is None:
-            with mx.stream(generation_stream), self._submitting_parts():
+            state = find_zip_state(self.cache)
+            early = nullcontext() if state is None or self.served.ahead else submit_parts_early(state)
+            with mx.stream(generation_stream), early:
                 self._logits = self._next_logits()
         for row, request in zip(self._rows, self._choosing, strict=True):
             request.note_read_ids([self.tokens[row]])
@@ -261,7 +260,8 @@ class Group:
             return
         with mx.stream(generation_stream):
             self._clock.ids = 1
-            logits = begun if self._ahead is None else self._ahead.compute_logits(begun, self._choice.y)[:, -1]
+            step = TwoPartStep(self.served.model, self.cache)
+            logits = step.compute_logits(begun, self._choice.y)[:, -1] if self.served.hyper else begun
             self._logits = logits if len(stay) == len(self.requests) else logits[mx.array(list(stay))]
         if not self.served.hyper:
             for row, (request, token) in enumerate(zip(self.requests, self.tokens, strict=True)):
@@ -276,11 +276,6 @@ class Group:
             trim_prompt_cache(request.cache, 1)
             request.forget_last()
 
-    def _submitting_parts(self) -> Any:
-        """Returns a context manager: in its block the device begins a step while the host builds the rest of it."""
-        state = find_zip_state(self.cache)
-        return nullcontext() if state is None or self.served.ahead else submit_parts_early(state)
-
     # ---- joining and leaving
 
     def merge_key(self) -> bool | None:
@@ -288,7 +283,7 @@ class Group:
 
         Groups with equal results may be merged. Returns None if this group must not be merged now.
         """
-        if not self.served.batches:
+        if not self.served.batches or self._logits is not None:  # logits: of a step that `begin_step` began
             return None
         if self.served.long_context is None:
             return False
@@ -323,19 +318,14 @@ class Group:
 
         Called between `remove_ended` and `launch_pass`.
         """
-        caches = [other.cache for other in others]
         for group in (self, *others):
             group._close_draft()
         self._h, self._clock = None, PassClock()  # time spent here must not count as part of a pass
-        if len(self.requests) == 1:
-            self.cache = merge_caches(self.served.model, [self.cache, *caches])
-        else:
-            for cache in caches:
-                extend_cache(self.served.model, self.cache, cache)
+        self.cache = merge_caches(self.served.model, [self.cache, *(other.cache for other in others)])
         for other in others:
             self.requests += other.requests
             self.tokens += other.tokens
-        self._ahead, self._rows = None, list(range(len(self.requests)))
+        self._rows = list(range(len(self.requests)))
         self.bind_requests()
 
     def _keep_rows(self, stay: Sequence[int]) -> None:
@@ -355,7 +345,6 @@ class Group:
             self.cache = extract_cache(self.cache, stay[0])
         else:
             filter_cache(self.cache, stay)
-        self._ahead = None
         self.bind_requests()
 
     def bind_requests(self) -> None:
@@ -368,7 +357,7 @@ class Group:
     def drop_requests(self) -> None:
         """Frees the cache and removes all requests. Called after the group has failed."""
         self.requests, self.tokens = [], []
-        self.cache, self._begun, self._logits, self._choice, self._ahead = [], None, None, None, None
+        self.cache, self._begun, self._logits, self._choice = [], None, None, None
         self._draft, self._h, self._rows = None, None, []
 
     @property

@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,12 +118,11 @@ def open_engine(
     if sessions is None:
         return make(load_model, str(model_name), options)
     named = replace(sessions, model_name=sessions.model_name or str(model_name))
-    make_store = partial(_make_store, options=named)
+
+    def make_store(served: Served) -> SessionStore:
+        return open_session_store(served.model, served.tokenizer, named, served.options.max_kv_size)
+
     return make(load_model, str(model_name), options, make_store)
-
-
-def _make_store(served: Served, options: SessionOptions) -> SessionStore:
-    return open_session_store(served.model, served.tokenizer, options, served.options.max_kv_size)
 
 
 class MlxEngine(ThreadedEngine):

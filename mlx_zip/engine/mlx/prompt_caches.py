@@ -15,7 +15,7 @@ reads the whole conversation again, and past answers are tokenized like any othe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,8 @@ from mlx_lm.models.cache import QuantizedKVCache, can_trim_prompt_cache, load_pr
 
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import as_ids, common_prefix_length
-from mlx_zip.engine.interface import SessionInfo, Submission
-from mlx_zip.engine.mlx.group import Reading
-from mlx_zip.engine.mlx.served import Served, check_kv_options
-from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.request import Request
-from mlx_zip.engine.sampling.options import Sampling
-from mlx_zip.engine.sessions.mlx_caches import open_session_store
-from mlx_zip.engine.sessions.store import Checkout, SessionOptions, SessionStore
-from mlx_zip.engine.submissions import Checked, check_base_ids
+from mlx_zip.engine.mlx.served import Served
+from mlx_zip.engine.submissions import check_base_ids
 from mlx_zip.errors import GenerationError, MlxZipError
 from mlx_zip.models.batching import flatten_cache_lists
 from mlx_zip.models.rows.zip_state import find_zip_state
@@ -112,7 +105,8 @@ class CacheTurn:
         if self._notes.reader is not self._reader:
             return  # the cache holds another request's ids now
         attach_notes(self._cache, self._notes)
-        note_read_ids(self._cache, read)
+        if find_zip_state(self._cache) is None:  # with hypertokens, the codebook logs the ids
+            self._notes.ids.extend(map(int, read))
         ids = [i for _, base_ids in answer for i in base_ids]
         ended = bool(ids) and ids[-1] in self._tokenizer.eos_token_ids
         if self._prefill or not (ended or finish_reason == "length"):
@@ -184,11 +178,15 @@ def reusable_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int,
     That is the longest common prefix of cache and prompt that ends where an id of the cache ends and leaves at least
     one base id of the prompt to be read. Raises `GenerationError` if the number of ids in the cache is unknown.
     """
-    if is_cache_used(cache) and not count_cached_ids(cache):
+    state, ids, count = find_zip_state(cache), notes_on(cache).ids, count_cached_ids(cache)
+    if not count and is_cache_used(cache):
         raise GenerationError(CANNOT_TRIM)
-    ends = _id_ends(cache)
-    held = _known_base_ids(cache)
-    common = common_prefix_length(held, np.asarray(base_ids[:-1], dtype=np.int64))
+    if state is not None:
+        held, ends = state.books[0].base_ids(0), state.books[0].ends()
+    else:  # no ids if the notes on a plain model's cache do not cover all that it holds
+        held = np.array(ids if len(ids) == count else [], np.uint32)
+        ends = np.arange(1, 1 + len(held))
+    common = common_prefix_length(held.astype(np.int64), np.asarray(base_ids[:-1], dtype=np.int64))
     kept = int(np.searchsorted(ends, common, side="right"))
     return kept, int(ends[kept - 1]) if kept else 0
 
@@ -208,29 +206,6 @@ def trim_cache_to(cache: list[Any], ids: int) -> None:
     if surplus := count_cached_ids(cache) - ids:
         trim_prompt_cache(cache, surplus)
         del notes_on(cache).ids[ids:]
-
-
-def note_read_ids(cache: Sequence[Any], ids: Sequence[int]) -> None:
-    """Adds ids to the notes on a plain model's cache. For a zip2zip model does nothing: the codebook logs its ids."""
-    if find_zip_state(cache) is None:
-        notes_on(cache).ids.extend(map(int, ids))
-
-
-def _known_base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Returns the base ids that a cache holds, int64; none if a plain model's notes do not cover all of them."""
-    state = find_zip_state(cache)
-    if state is not None:
-        return state.books[0].base_ids(0).astype(np.int64)
-    notes = notes_on(cache)
-    return np.array(notes.ids if len(notes.ids) == count_cached_ids(cache) else [], np.int64)
-
-
-def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Returns the number of base tokens up to the end of each id that a cache is known to hold, int64."""
-    state = find_zip_state(cache)
-    if state is None:
-        return np.arange(1, 1 + len(_known_base_ids(cache)), dtype=np.int64)
-    return state.books[0].ends()
 
 
 # ---- files, as `mlx_lm.cache_prompt` and `save_prompt_cache` write them
@@ -291,37 +266,3 @@ def read_prompt_cache(file: str) -> SavedCache:
     except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise GenerationError(f"--prompt-cache-file {file} is not a saved prompt cache: {error}") from error
     return SavedCache(file, cache, metadata.get("model"), tokenizer_config, metadata.get("positions"))
-
-
-# ---- a prompt read once and saved as a session's file, for `mlx_zip generate --prompt-cache-file` and for engines
-
-
-def cache_prompt(
-    model: Any,
-    tokenizer: Any,
-    base_ids: Sequence[int],
-    options: SessionOptions,
-    run: RunOptions,
-    progress: Callable[[int], None] = lambda read: None,
-) -> tuple[SessionStore, SessionInfo]:
-    """Has the model read a prompt. Returns a store whose only session holds the prompt, and the session's info.
-
-    options: options of the store. run: how the model is run. progress: called with the number of base tokens read so
-    far. Raises `GenerationError` if the prompt or the KV quantization is invalid.
-    """
-    served = Served(model, tokenizer, run)
-    cache = served.new_cache(None)
-    check_kv_options(served, cache)
-    check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
-    state, submission = find_zip_state(cache), Submission(base_ids, max_tokens=1)
-    request = Request(Checked(submission, as_ids(base_ids), Sampling(), None, "", 0), lambda event: None)
-    request.begin(served, Checkout(cache, 0, 0, ""))
-    reading, group = Reading(served, request), None
-    progress(0)
-    while group is None:
-        _, group = reading.read(run.prefill_step_size)
-        progress(request.held_ids if state is None else state.books[0].base_length)
-    store = open_session_store(model, tokenizer, options)
-    held = None if state is not None else base_ids
-    store.put(cache, pack_key="", base_ids=held)
-    return store, store.sessions()[0]

@@ -43,10 +43,13 @@ def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compr
     pack: pack to use in place of the model's own; ignored for a plain model. Raises `DataError` if the model lacks an
     id.
     """
-    for part in parts:
-        _check_ids_below(
-            part, model.layout.vocab_size if has_hypertokens(model) else decoder_config(model).get("vocab_size")
-        )
+    limit = model.layout.vocab_size if has_hypertokens(model) else decoder_config(model).get("vocab_size")
+    for part in parts if limit is not None else ():
+        if len(part) and part.max() >= limit:
+            raise DataError(
+                f"the tokenizer makes id {part.max()}, the model has base ids 0 to {limit - 1}: "
+                "tokenizer and model do not belong together"
+            )
     return (
         compress_parts(codec_of_model(model, pack), *parts, pack=pack)
         if has_hypertokens(model)
@@ -70,15 +73,6 @@ def _codec_with_pack(params: CodecParams, pack: Pack) -> CodecParams:
         return params.with_start(pack)
     except CodecError as error:
         raise DataError(f"the pack (--pack) does not fit the model: {error}") from error
-
-
-def _check_ids_below(ids: Uint32s, limit: int | None) -> None:
-    """Raises `DataError` if an id is not below `limit`, the model's number of base ids; None for no check."""
-    if limit is not None and len(ids) and ids.max() >= limit:
-        raise DataError(
-            f"the tokenizer makes id {ids.max()}, the model has base ids 0 to {limit - 1}: "
-            "tokenizer and model do not belong together"
-        )
 
 
 def score_rows(
@@ -169,8 +163,11 @@ def _score_calls(
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)
     for row, compressed in zip(ids, rows, strict=True):
         row[: len(compressed.ids)] = compressed.ids
-    cache = _make_scoring_cache(model, rows)
-    options = {"causal": availability == "causal"} if has_hypertokens(model) else {}
+    if has_hypertokens(model):  # the codebook of each row begins with the row's pack
+        cache = model.make_cache(left_padding=[0] * len(rows), pack=[row.pack for row in rows])
+        options = {"causal": availability == "causal"}
+    else:
+        cache, options = make_prompt_cache(model), {}
     row, at, excluded = _excluded_ids(model, rows)
     for begin, end in _columns_per_call(model, rows, ids.shape, availability, at_most):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
@@ -193,13 +190,6 @@ def _excluded_ids(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.in
     found = [find_excluded_ids(Codebook(codec_of_model(model, row.pack)), row.ids[:-1], row.breaks) for row in rows]
     which = np.repeat(np.arange(len(rows)), [len(at) for at, _ in found])
     return which, np.concatenate([at for at, _ in found]), np.concatenate([ids for _, ids in found])
-
-
-def _make_scoring_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
-    """Returns a new cache for a batch of rows. The codebook of each row begins with the row's `pack`."""
-    if not has_hypertokens(model):
-        return make_prompt_cache(model)
-    return model.make_cache(left_padding=[0] * len(rows), pack=[row.pack for row in rows])
 
 
 def _columns_per_call(

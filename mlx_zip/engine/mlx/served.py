@@ -31,7 +31,6 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.layout import decoder_config, has_hypertokens
 from mlx_zip.models.batching import can_batch, flatten_cache_lists
 from mlx_zip.models.draft_head import make_head_proposer
-from mlx_zip.models.machines import machines_of
 from mlx_zip.models.rows.fingerprints import fingerprint_of_model, named_arrays
 from mlx_zip.models.rows.zip_state import ZipState, find_zip_state, kv_caches
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -53,7 +52,7 @@ class Served:
 
     def __init__(self, model: Any, tokenizer: Any, options: RunOptions, draft_model: Any = None) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
-        self.hyper, self.machines = has_hypertokens(model), machines_of(model)
+        self.hyper, self.machines = has_hypertokens(model), getattr(model, "machines", None)
         if draft_model is not None and self.machines is not None:
             raise GenerationError("draft_model (--draft-model): only a model that is on one machine can check drafts")
         self.draft_model = None if draft_model is None else DraftModel(draft_model)

@@ -49,15 +49,17 @@ class ForeignFileError(Exception):
 
 @dataclass(frozen=True)
 class RowSet:
-    """Names the rows of one side of one model, and gives their sizes.
+    """Names the rows of one side of one model, and says how a row is stored.
 
     digest: 32 bytes that stand for the model and the side. key_words: base ids in an entry's key. row_bytes: bytes of a
-    row.
+    row. dtype: MLX's type of a row's values. durable: whether rows may be kept on disk.
     """
 
     digest: bytes
     key_words: int
     row_bytes: int
+    dtype: Any
+    durable: bool = True
 
     @property
     def name(self) -> str:

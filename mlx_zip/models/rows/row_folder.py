@@ -55,7 +55,10 @@ class RowFolder:
         self._new_rows = self._new_bytes = 0
         self._flush_at = FLUSH_ROWS
         self._warned: set[str] = set()  # kinds of failures that were logged
-        self.readable = self.writable = self._make_private_folder()
+        problem = make_private(folder)
+        self.readable = self.writable = problem is None
+        if problem is not None:
+            self._warn_once("folder", problem)
 
     def find_rows(self, rows: RowSet, keys: RowKeys) -> tuple[NDArray[np.bool_], RowBytes]:
         """Looks up keys [N, words] of a set; returns found [N] and the rows [N, bytes], valid where found is true."""
@@ -122,13 +125,6 @@ class RowFolder:
         self._new_rows, self._new_bytes, self._flush_at = 0, 0, FLUSH_ROWS
 
     # ---- the folder
-
-    def _make_private_folder(self) -> bool:
-        """Makes the folder if it is missing; returns whether it can be used and is safe from other users."""
-        why = make_private(self.folder)
-        if why is not None:
-            self._warn_once("folder", why)
-        return why is None
 
     def _reopen_row_files(self, rows: RowSet) -> list[RowFile]:
         """Opens the files of a set that exist now and returns them, newest first."""

@@ -11,53 +11,33 @@ entry, which is what a step encodes.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.files import expand_home
-from mlx_zip.models.rows.encoders import SingleEncoder, can_encode_singly, encode_entries
-from mlx_zip.models.rows.fingerprints import TensorPlace, are_unchanged, host_bytes, sample_values, tensor_places
+from mlx_zip.models.rows.fingerprints import host_bytes
 from mlx_zip.models.rows.row_files import RowSet
 from mlx_zip.models.rows.row_folder import RowFolder
 
 MEMORY_BYTES = 64 << 20
 FOLDER_BYTES = 1 << 30
 ROW_OVERHEAD = 250  # bytes that Python needs per row in memory
-FORMAT = 1  # increase it when a change makes encoders compute other rows
-_QUANTIZATION = ("bits", "group_size", "mode")
 _NO_ID = 0xFFFFFFFF  # fills up the key of a short entry: not a base id of any model
 _PADDING_BYTE = bytes({*_NO_ID.to_bytes(4, "little")})  # the one byte that `_NO_ID` consists of
 
 Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
 
 
-@dataclass(frozen=True)
-class RowKind:
-    """The name of a set of rows, and how a row is stored.
-
-    rows: name and sizes. dtype: type of a row's values. durable: whether rows may be kept on disk.
-    """
-
-    rows: RowSet
-    dtype: mx.Dtype
-    durable: bool
-
-
 class _EncodedRows(NamedTuple):
     """Encoded rows that the store does not keep yet: their names in memory, and the rows as bytes [N, row bytes]."""
 
-    kind: RowKind
+    kind: RowSet
     names: list[bytes]
     rows: mx.array
 
@@ -77,14 +57,14 @@ class RowStore:
     ) -> None:
         self._memory = _RowMemory(memory_bytes)
         self._disk = None if folder is None else RowFolder(expand_home(folder), folder_bytes)
-        self._prefixes: dict[RowKind, bytes] = {}  # the number of each kind, as bytes: rows' names begin with it
+        self._prefixes: dict[RowSet, bytes] = {}  # the number of each kind, as bytes: rows' names begin with it
         # _fresh: rows that `take_rows_to_submit` has not returned; perhaps not computed yet
         self._fresh: list[_EncodedRows] = []
         self._submitted: list[_EncodedRows] = []  # rows that `take_rows_to_submit` returned
         self.encoded = self.from_memory = self.from_disk = 0
 
     def find_or_encode_rows(
-        self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode
+        self, kind: RowSet, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode
     ) -> mx.array:
         """Returns rows [N, D] of N entries; entry i is the first lengths[i] ids of row i of base_ids [N, words].
 
@@ -109,31 +89,27 @@ class RowStore:
             return fresh
         return _order_rows(kind, held, names, [names[i] for i in chosen], fresh)
 
-    def find_row_in_memory(self, kind: RowKind, words: bytes) -> mx.array | None:
-        """Returns the row [1, D] of one entry if it is in memory, else None. words: its base ids as 32-bit words.
+    def find_or_encode_row(self, kind: RowSet, words: bytes, encode: Callable[[], mx.array]) -> mx.array:
+        """Returns the row [1, D] of one entry. words: its base ids as 32-bit words. encode: makes the row.
 
-        Unlike `rows`, this uses no numpy, which would be slow within a step of generation.
+        Unlike `find_or_encode_rows`, this uses numpy only if the row may be on disk, because numpy would be slow within
+        a step of generation.
         """
-        row = self._memory.get(self._memory_name(kind, words))
-        if row is None:
-            return None
-        self.from_memory += 1
-        data: Any = memoryview(row)
-        if kind.dtype == mx.float32:
-            return mx.array(data.cast("f", [1, len(row) // 4]))
-        return mx.array(data.cast("B", [1, len(row)])).view(kind.dtype)
-
-    def encode_one(self, kind: RowKind, words: bytes, encode: Callable[[], mx.array]) -> mx.array | None:
-        """Encodes and returns the row [1, D] of one entry that is not in memory; returns None if it may be on disk.
-
-        words: as in `find_row_in_memory`. encode: makes the row.
-        """
+        name = self._memory_name(kind, words)
+        row = self._memory.get(name)
+        if row is not None:
+            self.from_memory += 1
+            data: Any = memoryview(row)
+            if kind.dtype == mx.float32:
+                return mx.array(data.cast("f", [1, len(row) // 4]))
+            return mx.array(data.cast("B", [1, len(row)])).view(kind.dtype)
         if self._disk is not None and kind.durable:
-            return None
-        row = encode()
+            base_ids, length = np.frombuffer(name[_PREFIX_BYTES:], np.uint32)[None], np.array([len(words) // 4])
+            return self.find_or_encode_rows(kind, base_ids, length, lambda *entry: encode())
+        fresh = encode()
         self.encoded += 1
-        self._fresh.append(_EncodedRows(kind, [self._memory_name(kind, words)], row.view(mx.uint8)))
-        return row
+        self._fresh.append(_EncodedRows(kind, [name], fresh.view(mx.uint8)))
+        return fresh
 
     def take_rows_to_submit(self) -> list[mx.array]:
         """Returns the rows, as bytes and not yet computed, that were encoded since the last call.
@@ -171,11 +147,11 @@ class RowStore:
         """Keeps rows in memory and, if their kind is durable, in the folder."""
         for kind, names, rows in encoded:
             data = bytes(host_bytes(rows))  # `rows` is uint8 already, so this enqueues no operation
-            self._memory.put(names, _split_bytes(data, kind.rows.row_bytes))
+            self._memory.put(names, _split_bytes(data, kind.row_bytes))
             if self._disk is not None and kind.durable:
                 keys = np.frombuffer(b"".join(name[_PREFIX_BYTES:] for name in names), np.uint32)
-                array = np.frombuffer(data, np.uint8).reshape(len(names), kind.rows.row_bytes)
-                self._disk.add(kind.rows, keys.reshape(len(names), -1), array)
+                array = np.frombuffer(data, np.uint8).reshape(len(names), kind.row_bytes)
+                self._disk.add(kind, keys.reshape(len(names), -1), array)
 
     def flush(self) -> None:
         """Keeps all rows encoded so far, and writes new rows to the folder."""
@@ -210,13 +186,13 @@ class RowStore:
         """Bytes of rows in memory, Python's overhead included."""
         return self._memory.used
 
-    def _kind_prefix(self, kind: RowKind) -> bytes:
+    def _kind_prefix(self, kind: RowSet) -> bytes:
         return self._prefixes.setdefault(kind, len(self._prefixes).to_bytes(_PREFIX_BYTES, "little"))
 
-    def _memory_name(self, kind: RowKind, words: bytes) -> bytes:
-        return self._kind_prefix(kind) + words.ljust(4 * kind.rows.key_words, _PADDING_BYTE)
+    def _memory_name(self, kind: RowSet, words: bytes) -> bytes:
+        return self._kind_prefix(kind) + words.ljust(4 * kind.key_words, _PADDING_BYTE)
 
-    def _memory_names(self, kind: RowKind, keys: NDArray[np.uint32]) -> list[bytes]:
+    def _memory_names(self, kind: RowSet, keys: NDArray[np.uint32]) -> list[bytes]:
         """Returns the names, in memory, of the rows of keys [N, words]: the kind's prefix and the key."""
         prefix = self._kind_prefix(kind)
         return [prefix + key for key in _split_bytes(keys.tobytes(), 4 * keys.shape[1])]
@@ -224,7 +200,7 @@ class RowStore:
     def _find_on_disk(
         self,
         disk: RowFolder,
-        kind: RowKind,
+        kind: RowSet,
         keys: NDArray[np.uint32],
         names: Sequence[bytes],
         held: list[bytes | None],
@@ -234,9 +210,9 @@ class RowStore:
 
         names: all rows' names. held: all rows as bytes, None if absent; gets the rows that are found.
         """
-        found, data = disk.find_rows(kind.rows, keys[absent])
+        found, data = disk.find_rows(kind, keys[absent])
         there = [i for i, is_there in zip(absent, found.tolist(), strict=True) if is_there]
-        rows = _split_bytes(data[found].tobytes(), kind.rows.row_bytes)
+        rows = _split_bytes(data[found].tobytes(), kind.row_bytes)
         for i, row in zip(there, rows, strict=True):
             held[i] = row
         self._memory.put([names[i] for i in there], rows)
@@ -279,7 +255,7 @@ def _memory_cost(name: bytes, row: bytes) -> int:
 
 
 def _order_rows(
-    kind: RowKind, held: Sequence[bytes | None], names: Sequence[bytes], made: Sequence[bytes], fresh: mx.array
+    kind: RowSet, held: Sequence[bytes | None], names: Sequence[bytes], made: Sequence[bytes], fresh: mx.array
 ) -> mx.array:
     """Returns the rows of `names` [N, D], in that order.
 
@@ -296,102 +272,7 @@ def _order_rows(
     return both[mx.array(order)]
 
 
-def _rows_to_device(kind: RowKind, rows: Sequence[bytes]) -> mx.array:
+def _rows_to_device(kind: RowSet, rows: Sequence[bytes]) -> mx.array:
     """Returns rows given as bytes as an array [N, D] of the kind's dtype."""
-    data = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), kind.rows.row_bytes)
+    data = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), kind.row_bytes)
     return mx.array(data).view(kind.dtype)
-
-
-# ---- the kinds of a model's rows
-
-
-@dataclass(frozen=True)
-class _KnownKind:
-    """A kind of rows, the modules that it was made for, and the modules' tensors at that time."""
-
-    kind: RowKind
-    encoder: nn.Module
-    matrix: nn.Module
-    places: list[TensorPlace]
-
-    def is_current(self) -> bool:
-        """Returns whether no tensor has been replaced since the kind was made."""
-        return are_unchanged(self.places)
-
-
-class RowKinds:
-    """The kinds of the rows that a model makes now, one per side, and the model's encoders for single entries.
-
-    A store never mixes rows of different weights. A kind's name covers the fingerprint in config.json, which the
-    converter or the trainer wrote. Other tools quantize, fuse or adapt a model without changing that fingerprint, and a
-    program may change weights in memory. So a kind's name also covers the type, the quantization and a few values of
-    every tensor that rows depend on (no tensor is hashed whole), and a new name is made when a tensor is replaced.
-
-    recorded: the fingerprints in the model's config, by side. A side without a fingerprint gets a random name, and its
-    rows are not kept on disk. pad_id: the base id that pads entries of fewer than `merge_size` base ids.
-    """
-
-    def __init__(self, recorded: Any, merge_size: int, pad_id: int) -> None:
-        self._recorded: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
-        self._merge_size, self._pad_id = merge_size, pad_id
-        self._known: dict[str, _KnownKind] = {}
-        self._singles: dict[str, tuple[_KnownKind, SingleEncoder | None]] = {}
-        self._changed = False
-
-    def forget(self) -> None:
-        """Makes both sides use new kinds, which no other model has. Call this when weights have changed."""
-        self._known.clear()
-        self._singles.clear()
-        self._changed = True
-
-    def kind(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
-        """Returns the kind of the rows that `encoder` makes from rows of `matrix` now; side: "input" or "output"."""
-        known = self._known.get(side)
-        if known is not None and known.encoder is encoder and known.matrix is matrix and known.is_current():
-            return known.kind
-        if known is not None:  # a tensor was replaced, perhaps by one with equal samples
-            self.forget()
-        kind = self._make_kind(side, encoder, matrix)
-        self._known[side] = _KnownKind(kind, encoder, matrix, [*tensor_places(encoder), *tensor_places(matrix)])
-        return kind
-
-    def single_encoder(self, side: str, encoder: nn.Module, matrix: nn.Module) -> SingleEncoder | None:
-        """Returns a `SingleEncoder` with the side's current weights, or None if it does not support the encoder."""
-        self.kind(side, encoder, matrix)
-        known, made = self._known[side], self._singles.get(side)
-        if made is None or made[0] is not known:
-            supported = can_encode_singly(encoder)
-            single = SingleEncoder(encoder, matrix, self._merge_size, self._pad_id) if supported else None
-            made = self._singles[side] = known, single
-        return made[1]
-
-    def _make_kind(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
-        """Returns a new kind; its rows may be kept on disk if the config has a fingerprint that still applies."""
-        entry = np.zeros((1, self._merge_size), np.uint32)
-        row = encode_entries(encoder, matrix, entry, np.array([self._merge_size]))  # for its shape and type
-        recorded = self._recorded.get(side)
-        durable = isinstance(recorded, str) and bool(recorded) and not self._changed
-        facts = [
-            FORMAT,
-            side,
-            recorded if durable else os.urandom(16).hex(),
-            str(row.dtype),
-            row.shape[-1],
-            str(mx.default_device().type),
-            _tensor_facts(encoder),
-            _tensor_facts(matrix),
-        ]
-        digest = hashlib.sha256(json.dumps(facts).encode()).digest()
-        return RowKind(RowSet(digest, self._merge_size, row.shape[-1] * row.dtype.size), row.dtype, durable)
-
-
-def _tensor_facts(module: nn.Module) -> list[Any]:
-    """Returns what a kind covers of a module: its tensors' names, types, shapes, sampled values and quantization."""
-    found = list(tensor_places(module))
-    tensors = [(key, value, sample_values(value)) for _, key, value in found if isinstance(value, mx.array)]
-    mx.eval([some for _, _, some in tensors])
-    modules = [module, *(value for _, _, value in found if isinstance(value, nn.Module))]
-    return [
-        [[str(key), str(value.dtype), value.shape, bytes(host_bytes(some)).hex()] for key, value, some in tensors],
-        [[type(node).__name__, *(str(getattr(node, name, None)) for name in _QUANTIZATION)] for node in modules],
-    ]

@@ -17,13 +17,15 @@ class RowTable:
     """Rows of one side: the row at place p is `rows[0, p]`.
 
     For a single request, a place is a slot. Sequences of a batch share one table, in which each distinct entry has a
-    place (`mlx_zip.models.rows.sequence_rows`). rows: [1, capacity, D], or None before the first row.
+    place (`mlx_zip.models.rows.sequence_rows`). limit: maximum number of places, None for no limit. rows: [1, capacity,
+    D], or None before the first row.
     """
 
     PLACE_AXIS = 1  # the axis of `array` that counts places
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
         self.array: mx.array | None = None
+        self.limit = limit
 
     @property
     def rows(self) -> mx.array | None:
@@ -35,16 +37,16 @@ class RowTable:
         """The number of places that the table has room for now."""
         return 0 if self.array is None else self.array.shape[self.PLACE_AXIS]
 
-    def put_run(self, first: int, rows: mx.array, limit: int | None = None) -> None:
+    def put_run(self, first: int, rows: mx.array) -> None:
         """Writes rows [N, D] at places `first` to first + N - 1; faster than `put_rows`, because it writes a slice.
 
-        The table grows when needed. limit: maximum number of places, None for no limit.
+        The table grows when needed.
         """
-        self.array = self._write_run(self._array_with_room(first + len(rows), rows, limit), first, rows)
+        self.array = self._write_run(self._array_with_room(first + len(rows), rows), first, rows)
 
-    def put_rows(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
-        """Writes rows [N, D] at places [N]. The table grows when needed, to `limit` places at most."""
-        array = self._array_with_room(int(places.max()) + 1, rows, limit)
+    def put_rows(self, places: np.ndarray, rows: mx.array) -> None:
+        """Writes rows [N, D] at places [N]. The table grows when needed."""
+        array = self._array_with_room(int(places.max()) + 1, rows)
         self.array = self._write_at(array, (mx.array(np.zeros_like(places)), mx.array(places)), rows)
 
     def _write_run(self, array: mx.array, first: int, rows: mx.array) -> mx.array:
@@ -60,12 +62,12 @@ class RowTable:
     def _array_shape(self, places: int, width: int) -> tuple[int, int, int]:
         return 1, places, width
 
-    def _array_with_room(self, places: int, like: mx.array, limit: int | None) -> mx.array:
+    def _array_with_room(self, places: int, like: mx.array) -> mx.array:
         """Returns the array, enlarged to `places` places if it has fewer. like: gives the rows' width and dtype."""
         have = self.capacity
         if self.array is not None and places <= have:
             return self.array
-        more = mx.zeros(self._array_shape(_rounded_capacity(places, limit) - have, like.shape[-1]), like.dtype)
+        more = mx.zeros(self._array_shape(_rounded_capacity(places, self.limit) - have, like.shape[-1]), like.dtype)
         return more if self.array is None else mx.concatenate([self.array, more], axis=self.PLACE_AXIS)
 
     def take_rows(self, places: mx.array) -> mx.array:
@@ -82,7 +84,7 @@ class RowTable:
 
         For a place beyond this table's capacity, the row is arbitrary.
         """
-        made = type(self)()
+        made = type(self)(limit)
         if self.array is not None and len(places):
             chosen = np.pad(
                 np.minimum(places, self.capacity - 1), (0, _rounded_capacity(len(places), limit) - len(places))
@@ -145,26 +147,26 @@ class TwoCopyTable(RowTable):
     lacks. With a single copy, MLX would copy the whole table for each new row.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__(limit)
         self._idle: mx.array | None = None  # the other copy, without the rows of `_missed`
         self._missed: Callable[[], None] | None = None  # writes the rows that the other copy lacks
 
     @classmethod
     def from_table(cls, table: RowTable) -> Self:
         """Returns a `TwoCopyTable` with the rows of another table."""
-        made = cls()
+        made = cls(table.limit)
         made.array = table.array
         made._idle = None if table.array is None else mx.array(table.array)
         return made
 
-    def put_run(self, first: int, rows: mx.array, limit: int | None = None) -> None:
+    def put_run(self, first: int, rows: mx.array) -> None:
         """Writes rows as `RowTable.put_run` does, to the copy that the last body did not read."""
-        self._write_to_other_copy(partial(super().put_run, first, rows, limit))
+        self._write_to_other_copy(partial(super().put_run, first, rows))
 
-    def put_rows(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
+    def put_rows(self, places: np.ndarray, rows: mx.array) -> None:
         """Writes rows as `RowTable.put_rows` does, to the copy that the last body did not read."""
-        self._write_to_other_copy(partial(super().put_rows, places, rows, limit))
+        self._write_to_other_copy(partial(super().put_rows, places, rows))
 
     def select(self, places: np.ndarray, limit: int | None = None) -> Self:
         """Returns a new table with these rows, as `RowTable.select` does; its two copies are equal."""
@@ -187,7 +189,7 @@ class TwoCopyTable(RowTable):
 
     def copy(self) -> RowTable:
         """Returns an independent copy, which is a plain `RowTable`."""
-        twin = RowTable()
+        twin = RowTable(self.limit)
         twin.array = None if self.array is None else mx.array(self.array)
         return twin
 

@@ -12,6 +12,7 @@ output table has columns [D, slots], which the CPU multiplies twice as fast as r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -45,9 +46,9 @@ class SequenceRows:
 
     def _clear_rows(self, codebook_size: int, shared: bool) -> None:
         """Empties the row tables; the next model call fills them again. shared: whether a batch shares the tables."""
-        batch = len(self.books)
-        self.inputs: RowTable = RowTable()
-        self.outputs = ColumnTable()
+        batch, limit = len(self.books), None if shared else codebook_size
+        self.inputs: RowTable = RowTable(limit)
+        self.outputs = ColumnTable(limit)
         self.places = Places(batch, codebook_size) if shared else None
         self.encoded_inputs = np.zeros(0 if shared else codebook_size, dtype=bool)
         self.encoded_outputs = [0] * batch
@@ -194,25 +195,23 @@ class SequenceRows:
 
     # ---- tuned rows
 
-    def mark_tuned_rows(self, sides: Sequence[str]) -> None:
-        """Marks a single request's tuned rows as encoded on these sides, "input" or "output"."""
-        n = len(self.books[0].params.start or ())
-        if "input" in sides:
-            self.encoded_inputs[:n] = True
-        if "output" in sides:
-            self.encoded_outputs[0] = max(n, self.encoded_outputs[0])
-        self.bound[0] = True
+    def put_tuned_rows(self, b: int, output: mx.array, inputs: mx.array | None = None) -> None:
+        """Puts the tuned rows [P, D] of sequence b into the tables, unless the tables have them.
 
-    def share_tuned_rows(self, b: int, output: mx.array, inputs: mx.array | None) -> None:
-        """Puts the tuned rows [P, D] of sequence b of a batch into the tables, unless the tables have them.
-
-        inputs: None if both sides have equal rows.
+        inputs: None if both sides have equal rows. Input rows are then copied from the output rows when they are read.
         """
         n = len(output)
-        places = self._places_with_output_rows(self._entry_keys(b, range(n)), lambda chosen: output[mx.array(chosen)])
-        if inputs is not None:
-            self._add_input_rows(places, lambda chosen: inputs[mx.array(chosen)])
-        self._set_places(b, range(n), places)
+        if self.places is None:
+            self.outputs.put_run(0, output)
+            if inputs is not None:
+                self.inputs.put_run(0, inputs)
+                self.encoded_inputs[:n] = True
+        else:
+            keys = self._entry_keys(b, range(n))
+            places = self._places_with_output_rows(keys, lambda chosen: output[mx.array(chosen)])
+            if inputs is not None:
+                self._add_input_rows(places, lambda chosen: inputs[mx.array(chosen)])
+            self._set_places(b, range(n), places)
         self.encoded_outputs[b], self.bound[b] = max(n, self.encoded_outputs[b]), True
 
     # ---- rows that the sequences of a batch share
@@ -402,8 +401,8 @@ class Places:
 
     def _with_index(self, index: np.ndarray) -> Places:
         """Returns places with another index. The entries move to the result: do not use this object afterwards."""
-        made = Places(0, 0)
-        made.index, made.keys, made.place_of = index, self.keys, self.place_of
+        made = copy.copy(self)
+        made.index, made._equal_slots = index, None
         return made
 
     def select(self, places: np.ndarray) -> Places:
@@ -416,13 +415,8 @@ class Places:
 
     def copy(self) -> Places:
         """Returns an independent copy."""
-        twin = Places(0, 0)
-        twin.index, twin.keys, twin.place_of, twin._equal_slots = (
-            self.index.copy(),
-            list(self.keys),
-            dict(self.place_of),
-            self._equal_slots,
-        )
+        twin = copy.copy(self)
+        twin.index, twin.keys, twin.place_of = self.index.copy(), list(self.keys), dict(self.place_of)
         return twin
 
 

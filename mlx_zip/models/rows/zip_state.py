@@ -361,35 +361,26 @@ class ZipState(SequenceRows):
 
     @classmethod
     def merge(cls, states: Sequence[ZipState]) -> ZipState:
-        """Returns one state with the sequences of all states, in this order.
+        """Returns one state with the sequences of all states, in this order. The first state itself if it is a batch's.
 
-        The new state takes over their codebooks, so do not use the given states afterwards. Shorter sequences get left
-        padding. Raises `ModelError`, leaving the states unchanged, if the list is empty, and as `extend` does.
+        The result takes over the codebooks, so do not use the given states afterwards. Shorter sequences get left
+        padding. Raises `ModelError`, leaving the states unchanged, if the codecs differ (start entries may) or
+        LongRoPE's factors differ.
         """
-        if not states:
-            raise ModelError("there are no caches to merge")
-        for other in states[1:]:
-            states[0]._raise_unless_joinable(other)
-        made = cls.__new__(cls)
-        made.books, made.tuned, made.left_padding, made.row_answers = [], [], [], []
-        made.offset, made.long_rope, made._fitting_codec = 0, states[0].long_rope, states[0]._fitting_codec
-        made._reset_loop_fields()
-        made._clear_rows(states[0].books[0].params.codebook_size, shared=True)
-        for one in states:
+        first, *others = states
+        for other in others:
+            first._raise_unless_joinable(other)
+        if first.places is not None:
+            made = first
+        else:
+            made, others = cls.__new__(cls), [first, *others]
+            made.books, made.tuned, made.left_padding, made.row_answers = [], [], [], []
+            made.offset, made.long_rope, made._fitting_codec = 0, first.long_rope, first._fitting_codec
+            made._reset_loop_fields()
+            made._clear_rows(first.books[0].params.codebook_size, shared=True)
+        for one in others:
             made._append_sequences(one)
         return made
-
-    def extend(self, other: ZipState) -> None:
-        """Adds the sequences of another state after this one's.
-
-        This state takes over their codebooks, so do not use the other state afterwards. Shorter sequences get left
-        padding. Raises `ModelError`, leaving both unchanged, if the codecs differ (start entries may) or LongRoPE's
-        factors differ.
-        """
-        self._raise_unless_joinable(other)
-        if self.places is None:
-            vars(self).update(vars(ZipState.merge([self])))
-        self._append_sequences(other)
 
     def _append_sequences(self, other: ZipState) -> None:
         """Adds the sequences of another state after this one's. This must be the state of a batch."""
@@ -404,13 +395,10 @@ class ZipState(SequenceRows):
     def filter(self, indices: Sequence[int]) -> None:
         """Keeps only the sequences at these indices, in this order, and removes left padding that all of them share.
 
-        Raises `ModelError`, leaving the state unchanged, if there is no index, or one is out of range or occurs twice.
+        The shared padding must have been read.
         """
-        self._raise_unless_indices(indices)
         padding = [self.left_padding[i] for i in indices]
         less = min(padding)
-        if less > self.offset:
-            raise ModelError(f"{less} columns are left padding, of which {self.offset} are read: read them first")
         self._keep_sequences(indices)
         self.row_answers = [self.row_answers[i] for i in indices]
         self.left_padding, self.offset = [n - less for n in padding], self.offset - less
@@ -420,10 +408,7 @@ class ZipState(SequenceRows):
         """Returns a copy of one sequence, without its left padding. This state does not change.
 
         rows: whether to copy the sequence's rows; if not, the next model call fills the copy's row tables.
-
-        Raises `ModelError` if `index` is out of range.
         """
-        self._raise_unless_indices([index])
         made = ZipState.__new__(ZipState)
         offset = max(0, self.offset - self.left_padding[index])
         made._set_up_fields([self.books[index].copy()], [self.tuned[index]], [0], offset, self.long_rope)
@@ -437,12 +422,6 @@ class ZipState(SequenceRows):
             raise ModelError("the caches to merge were made with different codec parameters")
         if self.long_rope != other.long_rope:
             raise ModelError("the caches to merge were filled with different factors of LongRoPE, short and long")
-
-    def _raise_unless_indices(self, indices: Sequence[int]) -> None:
-        if not len(indices) or len(set(indices)) < len(indices):
-            raise ModelError(f"indices must name at least one sequence, each once, got {list(indices)}")
-        if not all(0 <= i < len(self.books) for i in indices):
-            raise ModelError(f"the cache has {len(self.books)} sequence(s), the indices are {list(indices)}")
 
     @property
     def nbytes(self) -> int:

@@ -204,25 +204,25 @@ def test_a_lookup_ends_even_if_every_cell_is_taken(tmp_path):
 def test_another_models_file_under_this_ones_name_is_left_alone(tmp_path, caplog):
     check(tmp_path, which=kind(2))
     path = file_of(tmp_path)
-    path.rename(tmp_path / f"{kind().rows.name}-000001.rows")
+    path.rename(tmp_path / f"{kind().name}-000001.rows")
     content = file_of(tmp_path).read_bytes()
     assert check(tmp_path) == N
     assert len(warnings(caplog)) == 1
     assert "another model" in warnings(caplog)[0]
-    assert (tmp_path / f"{kind().rows.name}-000001.rows").read_bytes() == content
+    assert (tmp_path / f"{kind().name}-000001.rows").read_bytes() == content
     assert check(tmp_path) == 0
 
 
 def test_what_a_killed_process_began_is_removed(tmp_path):
-    (tmp_path / f".{kind().rows.name}-000001.rows.partial").write_bytes(b"torn")
+    (tmp_path / f".{kind().name}-000001.rows.partial").write_bytes(b"torn")
     fill(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [f"{kind().rows.name}-000001.rows"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"{kind().name}-000001.rows"]
 
 
 def test_a_file_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "rows").mkdir(mode=0o700)
     (tmp_path / "other").write_bytes(b"precious")
-    (tmp_path / "rows" / f"{kind().rows.name}-000001.rows").symlink_to(tmp_path / "other")
+    (tmp_path / "rows" / f"{kind().name}-000001.rows").symlink_to(tmp_path / "other")
     check(tmp_path / "rows")
     assert (tmp_path / "other").read_bytes() == b"precious"
 
