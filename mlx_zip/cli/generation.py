@@ -30,7 +30,6 @@ from mlx_zip.cli.generation_flags import (
 from mlx_zip.cli.serving.opening import choose_request_pack, pack_options
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
-from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs import chosen as chosen_packs
 
 if TYPE_CHECKING:
@@ -167,7 +166,6 @@ def _open_model_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> 
 
     Sampling.from_options(sampling)
     chosen, folder = chosen_packs.read_packs(args.pack), find_model_folder(args.model, args.revision)
-    plain = is_plain_model(str(folder))
     with engines.open_torch_engine(
         folder,
         args.engine,
@@ -179,7 +177,7 @@ def _open_model_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> 
         sessions=None,
         **pack_options(chosen, args.codebook_size, args.model, args.revision),
     ) as engine:
-        pack = choose_request_pack(chosen, plain, engine)
+        pack = choose_request_pack(chosen, engine)
 
         def answer(prompt: Any) -> Iterator[Any]:
             base_ids = encode_prompt(engine.tokenizer, prompt)

@@ -23,7 +23,6 @@ from mlx_zip.cli.generation_flags import (
 )
 from mlx_zip.cli.serving.serving_flags import add_keep_wired_flag, add_model_flags, add_session_flags, check_keep_wired
 from mlx_zip.errors import GenerationError, import_or_explain
-from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 
 _REFUSED = {"pipeline": "a chat runs on one machine; `mlx_zip serve` runs on several"}
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         program.check_system_prompt(args.system_prompt)
         if chosen is not None:
             program.pack, program.pack_names = (
-                choose_request_pack(chosen, is_plain_model(name), engine),
+                choose_request_pack(chosen, engine),
                 list(chosen.by_name),
             )
             program.own_pack = program.pack is None

@@ -34,7 +34,6 @@ from mlx_zip.cli.serving.serving_flags import (
 )
 from mlx_zip.errors import GenerationError, import_or_explain
 from mlx_zip.files import expand_home
-from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 
 __all__ = ["REFUSED", "add_arguments", "run"]
@@ -73,7 +72,7 @@ def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> 
         _bind_listener(running, args.host, args.port, options["api_key"]) as listener,
         open_engine_from_flags(args, name, chosen, group) as engine,
     ):
-        options |= server_pack_options(chosen, is_plain_model(name), engine)
+        options |= server_pack_options(chosen, name, engine)
         served = _import_server_module("options").Options(**options)
         fault = running.serve(engine, served, listener, args.log_level)
     return report_engine_fault(fault)
