@@ -121,15 +121,16 @@ def _make_chat_settings(args: argparse.Namespace) -> Any:
 
 
 def _choose_chat_front(args: argparse.Namespace) -> Any:
-    """Returns a `TerminalFront`, or a `LineFront` if standard input or output is not a terminal."""
-    _import_chat_module("markdown")  # so that `LineFront` needs the same libraries
-    terminal = _import_chat_module("terminal")
+    """Returns a `TerminalFront`, or a `Front` if standard input or output is not a terminal."""
+    terminal = _import_chat_module("terminal")  # first, so that both fronts need the same libraries
+    if sys.stdin is None:
+        raise GenerationError("standard input is closed; a chat reads messages from it")
     for out in (sys.stdout, sys.stderr):
         if out is not None:
             out.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     coloured = colours.should_colour(args.color, sys.stdout)
-    if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()) or terminal.is_dumb_terminal():
-        return _import_chat_module("front").LineFront(coloured)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or terminal.is_dumb_terminal():
+        return _import_chat_module("front").Front(coloured)
 
     from mlx_zip.files import data_folder
 

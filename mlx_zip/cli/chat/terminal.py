@@ -25,7 +25,7 @@ from prompt_toolkit.keys import Keys
 from mlx_zip.cli import colours
 from mlx_zip.cli.chat.commands import ALIASES, COMMANDS
 from mlx_zip.cli.chat.conversation import Conversation
-from mlx_zip.cli.chat.front import Front, PlainView, View, call_on_interrupt
+from mlx_zip.cli.chat.front import Front, PlainView, call_on_interrupt
 from mlx_zip.cli.chat.markdown import MarkdownStream
 from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_control_characters, style_text
 from mlx_zip.engine import EngineInfo
@@ -101,8 +101,8 @@ class TerminalFront(Front):
     )
 
     def __init__(self, history: Path | None, plain: bool, may_colour: bool) -> None:
+        super().__init__(may_colour)
         self._plain, self._may_colour = plain, may_colour
-        self.colours = may_colour
         self._pastes: dict[str, str] = {}  # placeholder -> pasted text; kept for messages recalled later
         self._answered = False  # whether an answer was shown since the last prompt
         self._opened = contextlib.ExitStack()
@@ -156,7 +156,7 @@ class TerminalFront(Front):
             return text
 
     @contextmanager
-    def show_answer(self, stop: Callable[[], None]) -> Iterator[View]:
+    def show_answer(self, stop: Callable[[], None]) -> Iterator[TerminalView]:
         """Context manager: yields the view of one answer; Ctrl-C calls `stop`."""
         view, self._answered = TerminalView(self._make_renderer(sys.stdout)), True
         with call_on_interrupt(stop):
