@@ -11,6 +11,7 @@ from mlx_zip.arguments import add_codebook_flags, check_flags_at_least, parse_js
 from mlx_zip.cli import colours, row_cache
 from mlx_zip.cli.generation_flags import (
     SAMPLING_FLAGS,
+    RefusedFlag,
     add_color_flag,
     add_draft_flags,
     add_kv_quantization_flags,
@@ -19,13 +20,11 @@ from mlx_zip.cli.generation_flags import (
     add_sampling_flag,
     check_kv_size,
     check_model_flag,
-    refuse_flags,
 )
 from mlx_zip.cli.serving.serving_flags import add_keep_wired_flag, add_model_flags, add_session_flags, check_keep_wired
 from mlx_zip.errors import GenerationError, import_or_explain
 from mlx_zip.packs.chosen import read_packs
 
-_REFUSED = {"pipeline": "a chat runs on one machine; `mlx_zip serve` runs on several"}
 MAX_TOKENS = 256
 _SEED = 0
 _LIBRARIES = ("prompt_toolkit", "rich")
@@ -64,7 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_kv_quantization_flags(add)
     add_draft_flags(add)
     row_cache.add_row_cache_flags(add)
-    add("--pipeline", action="store_true", default=None, help="refused: " + _REFUSED["pipeline"])
+    add(
+        "--pipeline",
+        action=RefusedFlag,
+        nargs=0,
+        const="a chat runs on one machine; `mlx_zip serve` runs on several",
+    )
     parser.set_defaults(decode_concurrency=1, max_waiting=1, max_prompt_tokens=None)
 
 
@@ -99,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_chat_flags(args: argparse.Namespace) -> None:
-    refuse_flags(args, _REFUSED, "mlx_lm.chat")
     check_model_flag(args)
     check_flags_at_least(args, 1, *_POSITIVE_FLAGS)
     check_keep_wired(args.keep_wired)
