@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.cli.actions import read_standard_input
+from mlx_zip.cli.actions import add_show_flag, read_standard_input
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.files import read_json_object
 from mlx_zip.named import resolve_model_name
@@ -62,13 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kinds of tokens that never become part of a hypertoken, or nothing for none (default: specials, or the "
         "converted model's)",
     )
-    add(
-        "--show",
-        type=int,
-        default=20,
-        metavar="N",
-        help="number of hypertokens to list, those that save the most ids first (default: 20)",
-    )
+    add_show_flag(add, "hypertokens to list, those that save the most ids first")
     add("--json", action="store_true", help="print one JSON object instead of the table")
 
 
