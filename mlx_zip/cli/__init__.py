@@ -6,7 +6,6 @@ closed, 130 Ctrl-C, 143 SIGTERM.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
@@ -100,14 +99,15 @@ def command_parser(name: str, prog: str) -> Parser:
 
 
 def _run_command(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    return run_and_print_errors(lambda: _run_parsed_command(name, command_parser(name, prog).parse_args(argv)))
-
-
-def _run_parsed_command(name: str, args: argparse.Namespace) -> int | None:
     """Runs a command. First chooses MLX's device if --engine is mlx or the command has no --engine."""
-    if getattr(args, "engine", MLX) == MLX:
-        set_device_from_environment()
-    return import_module(COMMANDS[name][0]).run(args)
+
+    def run() -> int | None:
+        args = command_parser(name, prog).parse_args(argv)
+        if getattr(args, "engine", MLX) == MLX:
+            set_device_from_environment()
+        return import_module(COMMANDS[name][0]).run(args)
+
+    return run_and_print_errors(run)
 
 
 def _run_command_group(name: str, argv: Sequence[str]) -> int | None:
