@@ -216,10 +216,8 @@ def parse_column(text: str) -> tuple[str, str]:
 
 def parse_disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
     """Returns the ids of --disable, None without the flag. Raises `DataError` if its value is not a list of ids."""
-    return None if args.disable is None else _parse_disable_value(args.disable)
-
-
-def _parse_disable_value(text: str) -> tuple[int, ...]:
+    if (text := args.disable) is None:
+        return None
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) < 12 for part in parts):
         raise DataError(f"--disable {text!r} is not a list of ids with commas between")
