@@ -267,7 +267,7 @@ class RefusedFlag(argparse.Action):
     def __init__(self, *names: Any, const: str, nargs: Any = None, **options: Any) -> None:
         super().__init__(*names, nargs=nargs, const=const, help=f"refused: {const}", **options)
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Raises the error."""
         raise GenerationError(f"{self.option_strings[0]} cannot be used: {self.const}; mlx-lm has it")
 
