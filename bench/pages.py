@@ -217,14 +217,14 @@ def timed_benches() -> set[str]:
 
 
 def vocab_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Returns the parsers of `mlx_zip vocab` by name: "METHOD ACTION", or "METHOD" for a method without actions."""
-    vocabulary, found = import_module("mlx_zip.cli.vocab"), {}
-    for method in vocabulary.METHODS:
-        parser = vocabulary.method_parser(method)
-        groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-        actions = [choice.dest for choice in groups[0]._choices_actions] if groups else []  # without their aliases
-        found |= {f"{method} {name}": groups[0].choices[name] for name in actions} or {method: parser}
-    return found
+    """Returns the parsers of the actions of `mlx_zip vocab` by name: "METHOD ACTION"."""
+    methods = subcommands(import_module("mlx_zip.cli").command_parser("vocab", "mlx_zip vocab"))
+    return {f"{method} {name}": one for method, parser in methods.items() for name, one in subcommands(parser).items()}
+
+
+def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (group,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return group.choices
 
 
 def flag_spelling(action: argparse.Action) -> str:

@@ -6,7 +6,6 @@ closed, 130 Ctrl-C, 143 SIGTERM.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
@@ -21,8 +20,8 @@ from mlx_zip.device import set_device_from_environment
 from mlx_zip.errors import MlxZipError, explain_missing_mlx, failure_reason
 from mlx_zip.files import exit_on_signals
 
-# Command name -> (module, purpose). The module has add_arguments(parser) and run(args) -> int | None; the modules of
-# bench and vocab have main(argv) -> int | None.
+# Command name -> (module, purpose). The module has add_arguments(parser) and run(args) -> int | None; that of bench has
+# main(argv) -> int | None.
 COMMANDS = {
     "generate": ("mlx_zip.cli.generation", "generate text with a zip2zip or a plain mlx-lm model"),
     "app": (
@@ -60,8 +59,8 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the `mlx_zip` command and returns its exit status. argv: arguments, None for those of this process."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv[:1] in (["bench"], ["vocab"]):  # have subcommands, each with a parser
-        return run_and_print_errors(lambda: _run_command_group(argv[0], argv[1:]))
+    if argv[:1] == ["bench"]:  # its subcommands have parsers of their own
+        return run_and_print_errors(lambda: _run_bench(argv[1:]))
     if argv and argv[0] in COMMANDS:
         return _run_command(argv[0], f"mlx_zip {argv[0]}", argv[1:])
     if not argv:
@@ -100,19 +99,20 @@ def command_parser(name: str, prog: str) -> Parser:
 
 
 def _run_command(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    return run_and_print_errors(lambda: _run_parsed_command(name, command_parser(name, prog).parse_args(argv)))
-
-
-def _run_parsed_command(name: str, args: argparse.Namespace) -> int | None:
     """Runs a command. First chooses MLX's device if --engine is mlx or the command has no --engine."""
-    if getattr(args, "engine", MLX) == MLX:
-        set_device_from_environment()
-    return import_module(COMMANDS[name][0]).run(args)
+
+    def run() -> int | None:
+        args = command_parser(name, prog).parse_args(argv)
+        if getattr(args, "engine", MLX) == MLX:
+            set_device_from_environment()
+        return import_module(COMMANDS[name][0]).run(args)
+
+    return run_and_print_errors(run)
 
 
-def _run_command_group(name: str, argv: Sequence[str]) -> int | None:
+def _run_bench(argv: Sequence[str]) -> int | None:
     set_device_from_environment()
-    return import_module(COMMANDS[name][0]).main(argv)
+    return import_module(COMMANDS["bench"][0]).main(argv)
 
 
 def run_and_print_errors(command: Callable[[], int | None]) -> int:

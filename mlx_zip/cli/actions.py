@@ -69,6 +69,22 @@ def add_json_flag(add: Any) -> None:
     add("--json", action="store_true", help="print the result as one JSON object instead of text (default: off)")
 
 
+def add_data_flag(add: Any, purpose: str, end: str = "", **options: Any) -> None:
+    """Declares --data. purpose, end: texts around the list of formats in the help. options: for `add`."""
+    add("--data", nargs="+", metavar="FILE", help=f"{purpose}: {DATA_HELP}{end}", **options)
+
+
+def add_held_out_flag(add: Any, measured: str, metavar: str = "FILE") -> None:
+    """Declares --held-out. measured: what the texts measure, for the help."""
+    help_line = f"texts to measure the {measured} on; nothing is learned from them"
+    add("--held-out", nargs="+", default=[], metavar=metavar, help=help_line)
+
+
+def add_show_flag(add: Any, listed: str, default: int = 20) -> None:
+    """Declares --show. listed: what is listed, for the help."""
+    add("--show", type=int, default=default, metavar="N", help=f"number of {listed} (default: {default})")
+
+
 def read_first_stage_tokenizer(name: str) -> Any:
     """Returns the `first_stage.TokenizerFile` of the tokenizer `name`, a value of --tokenizer (see `TOKENIZER_HELP`).
 

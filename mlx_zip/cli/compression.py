@@ -6,11 +6,11 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.cli.actions import read_standard_input
+from mlx_zip.cli.actions import add_show_flag, read_standard_input
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.files import read_json_object
 from mlx_zip.named import resolve_model_name
@@ -62,31 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kinds of tokens that never become part of a hypertoken, or nothing for none (default: specials, or the "
         "converted model's)",
     )
-    add(
-        "--show",
-        type=int,
-        default=20,
-        metavar="N",
-        help="number of hypertokens to list, those that save the most ids first (default: 20)",
-    )
+    add_show_flag(add, "hypertokens to list, those that save the most ids first")
     add("--json", action="store_true", help="print one JSON object instead of the table")
-
-
-@dataclass
-class Tally:
-    """Totals over all windows of a text. ids: number of emitted ids. entries: number of entries created, used or not.
-
-    uses: entry -> number of times that its hypertoken was emitted.
-    """
-
-    base_tokens: int = 0
-    ids: int = 0
-    entries: int = 0
-    uses: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
-    def saved_ids(self, entry: tuple[int, ...]) -> int:
-        """Returns the number of ids saved by all uses of the hypertoken of `entry`."""
-        return self.uses[entry] * (len(entry) - 1)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,15 +81,8 @@ def run(args: argparse.Namespace) -> int:
     ids = vocabulary.encode(text)
     if not len(ids):
         raise GenerationError(f"{args.file} has no tokens")
-    tally = compress_and_tally(params, ids, args.window or len(ids))
-    best = sorted(tally.uses, key=lambda entry: (-tally.saved_ids(entry), entry))[: args.show]
-    record = _make_compression_record(params, tally, len(text.encode("utf-8")))
-    top = [_entry_record(vocabulary, tally, entry) for entry in best]
-    print(
-        json.dumps({**record, "hypertokens": top}, ensure_ascii=False)
-        if args.json
-        else _format_compression_report(record, top)
-    )
+    record = _make_compression_record(vocabulary, params, text, ids, args)
+    print(json.dumps(record, ensure_ascii=False) if args.json else _format_compression_report(record))
     return 0
 
 
@@ -161,47 +131,55 @@ def choose_codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespa
     return CodecParams(vocabulary.size, disabled_ids=tuple(sorted(disabled)), **chosen)
 
 
-def compress_and_tally(params: Any, ids: Sequence[int], window: int) -> Tally:
-    """Compresses the base ids in windows of `window` ids, each with a new codebook, and returns the totals."""
+def count_uses(params: Any, ids: Sequence[int], window: int) -> tuple[Counter[tuple[int, ...]], int, int]:
+    """Compresses the base ids in windows of `window` ids, each with a new codebook.
+
+    Returns the totals over all windows: entry -> number of times that its hypertoken was emitted, number of emitted
+    ids, number of entries created, used or not.
+    """
     from mlx_zip.codec import Codebook, compress
 
-    tally = Tally()
+    uses: Counter[tuple[int, ...]] = Counter()
+    n_ids = n_entries = 0
     for begin in range(0, len(ids), window):
-        part = ids[begin : begin + window]
-        emitted, _ = compress(params, part)
+        emitted, _ = compress(params, ids[begin : begin + window])
         book = Codebook(params)
-        entries = len(book) + len(book.push(emitted))
+        n_entries += len(book) + len(book.push(emitted))
+        n_ids += len(emitted)
         rows, lengths = book.logged_base_ids()
-        tally.base_tokens += len(part)
-        tally.ids += len(emitted)
-        tally.entries += entries
-        tally.uses.update(tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True) if n > 1)
-    return tally
+        uses.update(tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True) if n > 1)
+    return uses, n_ids, n_entries
 
 
-def _make_compression_record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
+def _make_compression_record(
+    vocabulary: Vocabulary, params: Any, text: str, ids: Sequence[int], args: argparse.Namespace
+) -> dict[str, Any]:
+    uses, n_ids, n_entries = count_uses(params, ids, args.window or len(ids))
+    saved = {entry: n * (len(entry) - 1) for entry, n in uses.items()}  # ids saved by all uses of an entry's hypertoken
+    best = sorted(uses, key=lambda entry: (-saved[entry], entry))[: args.show]
+    text_bytes = len(text.encode("utf-8"))
     return {
         "text_bytes": text_bytes,
-        "base_tokens": tally.base_tokens,
-        "ids": tally.ids,
-        "base_tokens_per_id": tally.base_tokens / tally.ids,
-        "bytes_per_token_before": text_bytes / tally.base_tokens,
-        "bytes_per_token_after": text_bytes / tally.ids,
-        "hyper_share": tally.uses.total() / tally.ids,
-        "entries": tally.entries,
+        "base_tokens": len(ids),
+        "ids": n_ids,
+        "base_tokens_per_id": len(ids) / n_ids,
+        "bytes_per_token_before": text_bytes / len(ids),
+        "bytes_per_token_after": text_bytes / n_ids,
+        "hyper_share": uses.total() / n_ids,
+        "entries": n_entries,
         "merge_size": params.merge_size,
         "codebook_size": params.codebook_size,
         "policy": params.policy,
+        "hypertokens": [
+            {"text": vocabulary.decode([*one]), "base_ids": [*one], "uses": uses[one], "saved_ids": saved[one]}
+            for one in best
+        ],
     }
 
 
-def _entry_record(vocabulary: Vocabulary, tally: Tally, entry: tuple[int, ...]) -> dict[str, Any]:
-    text = vocabulary.decode(list(entry))
-    return {"text": text, "base_ids": list(entry), "uses": tally.uses[entry], "saved_ids": tally.saved_ids(entry)}
-
-
-def _format_compression_report(record: dict[str, Any], top: Sequence[dict[str, Any]]) -> str:
-    """Returns the figures as plain text. top: records of the hypertokens to list, from `_entry_record`."""
+def _format_compression_report(record: dict[str, Any]) -> str:
+    """Returns the record of a compression as plain text."""
+    top = record["hypertokens"]
     lines = [
         f"{record['base_tokens']} base tokens -> {record['ids']} ids ({record['base_tokens_per_id']:.3f} per id), "
         f"{record['hyper_share']:.1%} of them hypertokens",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,17 +61,6 @@ _NEUTRAL_VALUES = {
     "session_disk_bytes": (16 << 30,),
     "prefill_step_size": (2048,),
 }  # values of a refused flag that are accepted, because they change nothing
-_VLLM_OPTIONS = (  # options of `open_chosen_engine` that vLLM's engine takes
-    "canonical",
-    "codebook_size",
-    "max_prompt_tokens",
-    "max_running",
-    "max_waiting",
-    "pack",
-    "tokenizer_config",
-    "trust_remote_code",
-    "vllm_args",
-)
 _NOT_IN_VLLM_ARGS = {  # argument of vLLM that --vllm-args must not hold -> what sets it
     "model": "--model",
     "max_num_seqs": "--decode-concurrency",
@@ -178,13 +167,12 @@ def open_row_store(args: argparse.Namespace) -> Any:
     return nullcontext() if args.engine in REFUSED else row_cache.open_row_cache(args)
 
 
-def open_vllm_engine(name: Any, **options: Any) -> Any:
-    """Returns the engine of a model on vLLM. options: those of `open_chosen_engine`.
+def open_vllm_engine(name: Any, vllm_args: Mapping[str, Any], **options: Any) -> Any:
+    """Returns the engine of a model on vLLM. vllm_args: --vllm-args. options: those of `mlx_zip.vllm.engine`.
 
     Raises `InstallationError` if vLLM is not installed, `GenerationError` if --vllm-args holds an argument that mlx_zip
     sets, `EngineError` if vLLM does not start.
     """
-    vllm_args = options["vllm_args"]
     if found := next((one for one in vllm_args if one in _NOT_IN_VLLM_ARGS), None):
         raise GenerationError(f"--vllm-args: {found!r} is set by {_NOT_IN_VLLM_ARGS[found]}")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
@@ -193,9 +181,8 @@ def open_vllm_engine(name: Any, **options: Any) -> Any:
         raise missing_library_error("--engine vllm", "vllm", extra=VLLM)
     from mlx_zip.vllm.engine import open_vllm_engine
 
-    chosen = {key: options[key] for key in _VLLM_OPTIONS if key in options}
     try:
-        return open_vllm_engine(name, keep_sessions=options["sessions"] is not None, **chosen)
+        return open_vllm_engine(name, vllm_args=vllm_args, **options)
     except MlxZipError:
         raise
     except (RuntimeError, ValueError) as error:  # vLLM raises these for wrong arguments and devices
@@ -205,23 +192,10 @@ def open_vllm_engine(name: Any, **options: Any) -> Any:
 def open_torch_engine(name: Any, engine: str, **options: Any) -> Any:
     """Returns the engine of a model on PyTorch. engine: "torch", or "cuda" to require a GPU.
 
-    options: those of `open_cuda_engine`; options that only MLX has are dropped. Raises `InstallationError` if a library
-    is not installed, `ModelError` if a GPU is required and none is usable.
+    options: those of `open_cuda_engine`. Raises `InstallationError` if a library is not installed, `ModelError` if a
+    GPU is required and none is usable.
     """
     module = import_torch_module("engine", engine)
-    for alone in (
-        "adapter_path",
-        "kv_bits",
-        "kv_group_size",
-        "quantized_kv_start",
-        "draft_model",
-        "num_draft_tokens",
-        "draft_exact",
-        "row_cache",
-        "keep_wired_s",
-        "max_kv_size",
-    ):
-        options.pop(alone, None)
     device = module.device_from_environment(needs_card=engine == CUDA)  # before anything is downloaded
     return module.open_cuda_engine(name, device=device, **options)
 

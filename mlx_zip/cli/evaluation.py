@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_zip.arguments import add_codebook_flags, add_limit_bytes_flag, add_separator_flag, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
-from mlx_zip.cli.actions import DATA_HELP, checked_output_path
+from mlx_zip.cli.actions import add_data_flag, checked_output_path
 from mlx_zip.cli.generation_flags import SAMPLING_FLAGS, add_canonical_flag, add_sampling_flag
 from mlx_zip.errors import DataError
 
@@ -48,13 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_text_flags(add: Any) -> None:
     from mlx_zip.config import AVAILABILITY
 
-    add(
-        "--data",
-        nargs="+",
-        default=(),
-        metavar="FILE",
-        help=f"texts to evaluate: {DATA_HELP} (default: none)",
-    )
+    add_data_flag(add, "texts to evaluate", " (default: none)", default=())
     add_separator_flag(add)
     add(
         "--fill-windows",

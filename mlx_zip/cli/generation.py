@@ -6,12 +6,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_zip import named
 from mlx_zip.arguments import parse_json_map
@@ -20,23 +19,20 @@ from mlx_zip.cli import engine_choice as engines
 from mlx_zip.cli import row_cache as rows
 from mlx_zip.cli.actions import read_standard_input
 from mlx_zip.cli.generation_flags import (
-    REFUSED,
     SAMPLING_FLAGS,
     add_arguments,
     check_kv_size,
     check_model_flag,
-    refuse_flags,
 )
 from mlx_zip.cli.serving.opening import choose_request_pack, pack_options
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
-from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs import chosen as chosen_packs
 
 if TYPE_CHECKING:
     from mlx_zip.packs.pack import Pack
 
-__all__ = ["REFUSED", "add_arguments", "read_prompt", "run"]
+__all__ = ["add_arguments", "read_prompt", "run"]
 
 PASSED_FLAGS = (
     "max_tokens",
@@ -52,25 +48,9 @@ PASSED_FLAGS = (
 )
 
 
-class _OpenedModel(NamedTuple):
-    """A loaded model. name: name that the user gave. hyper: whether the model has hypertokens.
-
-    answer: called with the prompt; returns the responses. record: further fields for --json. continues: whether a saved
-    prompt cache precedes the prompt. store: `RowStore` whose row counts --json prints, None to print no counts.
-    """
-
-    name: str
-    tokenizer: Any
-    hyper: bool
-    answer: Callable[[Any], Iterator[Any]]
-    record: dict[str, Any]
-    continues: bool = False
-    store: Any = None
-
-
 def run(args: argparse.Namespace) -> int:
     """Generates a text and prints it; returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
-    _check_generate_flags(args)
+    check_model_flag(args)
     if args.model is None and args.prompt_cache_file is None:
         _default_to_bundled_model(args)
     biases = parse_json_map("--logit-bias", args.logit_bias)
@@ -83,39 +63,26 @@ def run(args: argparse.Namespace) -> int:
 
     sampling = {**{name: getattr(args, name) for name in SAMPLING_FLAGS}, "logit_bias": parse_logit_bias(biases)}
     if engines.is_torch_engine(args):
-        with _open_model_on_torch(args, sampling) as opened:
-            return _generate_and_print(args, opened, prompt, None)
+        return _generate_on_torch(args, prompt, sampling)
 
     from mlx_zip.cli.machine_watch import watch_machines
     from mlx_zip.models.machines import lost_machines_as_errors, wait_for_machines
 
-    with lost_machines_as_errors(), watch_machines(group), _open_model_on_mlx(args, sampling, group) as opened:
-        status = _generate_and_print(args, opened, prompt, group)
+    with lost_machines_as_errors(), watch_machines(group):
+        status = _generate_on_mlx(args, prompt, sampling, group)
         if status == 0:
             wait_for_machines(group)
         return status
 
 
-def _generate_and_print(args: argparse.Namespace, opened: _OpenedModel, prompt: str, group: Any) -> int:
-    """Generates a text and prints it; returns the exit status. group: the machines of this run, None for one."""
-    from mlx_zip.text.tokenizers import add_eos_tokens
-
-    add_eos_tokens(opened.tokenizer, args.extra_eos_token)
-    responses = opened.answer(make_chat_prompt(opened.tokenizer, prompt, args, opened.continues))
-    with _open_first_machine_output(group) as out:
-        if out.isatty() and args.verbose and not args.json:
-            print(*opening_notes(args, opened.name, opened.hyper), sep="\n", file=sys.stderr)
-        return print_responses(responses, args, out, opened.store, opened.record)
-
-
-@contextmanager
-def _open_model_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group: Any) -> Iterator[_OpenedModel]:
-    """Context manager: yields the model on MLX.
+def _generate_on_mlx(args: argparse.Namespace, prompt: str, sampling: dict[str, Any], group: Any) -> int:
+    """Generates a text on MLX and prints it; returns the exit status.
 
     sampling: fields of `Sampling`. group: the machines of this run, None for one.
     """
     from mlx_zip.engine.mlx.draft_model import load_draft_model
     from mlx_zip.engine.mlx.generate import load, stream_generate
+    from mlx_zip.text.tokenizers import add_eos_tokens
 
     chosen, saved = chosen_packs.read_packs(args.pack), _read_saved_cache(args)
     name: Any = args.model if saved is None else saved.model_for(args.model)
@@ -141,10 +108,11 @@ def _open_model_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group
             from mlx_zip.engine.sessions.mlx_caches import position_settings
 
             saved.check_positions(position_settings(model))
-        answer = partial(
-            stream_generate,
+        add_eos_tokens(tokenizer, args.extra_eos_token)
+        responses = stream_generate(
             model,
             tokenizer,
+            make_chat_prompt(tokenizer, prompt, args, continues=saved is not None),
             prompt_cache=None if saved is None else saved.cache,
             # without the fingerprint of its tokenizer, which was checked above: --extra-eos-token may have changed it
             pack=None if chosen is None else replace(chosen, tokenizer=None),
@@ -152,22 +120,20 @@ def _open_model_on_mlx(args: argparse.Namespace, sampling: dict[str, Any], group
             **sampling,
             **{name: getattr(args, name) for name in PASSED_FLAGS},
         )
-        hyper = has_hypertokens(model)
         record = chosen_packs.pack_record(chosen, model)
-        yield _OpenedModel(name, tokenizer, hyper, answer, record, saved is not None, store if hyper else None)
+        return print_answer(args, name, responses, record, store if has_hypertokens(model) else None, group)
 
 
-@contextmanager
-def _open_model_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> Iterator[_OpenedModel]:
-    """Context manager: yields the model on PyTorch. sampling: fields of `Sampling`."""
+def _generate_on_torch(args: argparse.Namespace, prompt: str, sampling: dict[str, Any]) -> int:
+    """Generates a text on PyTorch and prints it; returns the exit status. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import stream_answers
     from mlx_zip.engine.sampling.options import Sampling
     from mlx_zip.models.model_folder import find_model_folder
     from mlx_zip.text.prompts import encode_prompt
+    from mlx_zip.text.tokenizers import add_eos_tokens
 
     Sampling.from_options(sampling)
     chosen, folder = chosen_packs.read_packs(args.pack), find_model_folder(args.model, args.revision)
-    plain = is_plain_model(str(folder))
     with engines.open_torch_engine(
         folder,
         args.engine,
@@ -179,15 +145,13 @@ def _open_model_on_torch(args: argparse.Namespace, sampling: dict[str, Any]) -> 
         sessions=None,
         **pack_options(chosen, args.codebook_size, args.model, args.revision),
     ) as engine:
-        pack = choose_request_pack(chosen, plain, engine)
-
-        def answer(prompt: Any) -> Iterator[Any]:
-            base_ids = encode_prompt(engine.tokenizer, prompt)
-            return (one for _, one in stream_answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop))
-
-        hyper = bool(engine.info.codebook_size)
-        record = {"codebook_size": engine.info.codebook_size, "codebook_fingerprint": _pack_fingerprint(chosen, folder)}
-        yield _OpenedModel(args.model, engine.tokenizer, hyper, answer, record if hyper else {})
+        pack, record = choose_request_pack(chosen, engine), {}
+        add_eos_tokens(engine.tokenizer, args.extra_eos_token)
+        base_ids = encode_prompt(engine.tokenizer, make_chat_prompt(engine.tokenizer, prompt, args))
+        answers = stream_answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop)
+        if size := engine.info.codebook_size:
+            record = {"codebook_size": size, "codebook_fingerprint": _pack_fingerprint(chosen, folder)}
+        return print_answer(args, args.model, (response for _, response in answers), record)
 
 
 def _pack_fingerprint(chosen: Pack | None, folder: Path) -> str | None:
@@ -219,12 +183,6 @@ def _check_flags_on_several_machines(args: argparse.Namespace, group: Any) -> No
         raise GenerationError("--prompt -: mlx.launch does not pass on the end of standard input; give the text itself")
 
 
-def _check_generate_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` if a flag cannot be used here or --model is empty."""
-    refuse_flags(args, REFUSED, "mlx_lm.generate")
-    check_model_flag(args)
-
-
 def _read_saved_cache(args: argparse.Namespace) -> Any:
     """Returns the `SavedCache` of --prompt-cache-file, None without it. Raises `GenerationError` if it does not fit."""
     from mlx_zip.engine.mlx.prompt_caches import read_prompt_cache
@@ -232,7 +190,6 @@ def _read_saved_cache(args: argparse.Namespace) -> Any:
     if args.prompt_cache_file is None:
         return None
     saved = read_prompt_cache(args.prompt_cache_file)
-    saved.model_for(args.model)
     saved.check_kv_bits(args.kv_bits, args.kv_group_size)
     return saved
 
@@ -256,48 +213,63 @@ def _default_to_bundled_model(args: argparse.Namespace) -> None:
         args.max_tokens = named.MAX_TOKENS
 
 
-def print_responses(
-    responses: Any, args: argparse.Namespace, out: TextIO, store: Any, codebook: dict[str, Any] | None
+def print_answer(
+    args: argparse.Namespace,
+    model: str,
+    responses: Iterable[Any],
+    codebook: dict[str, Any],
+    store: Any = None,
+    group: Any = None,
 ) -> int:
     """Prints each response's text as it arrives, then the figures; returns 0, or 130 after Ctrl-C.
 
-    responses: those of `stream_generate`. store: the `RowStore` whose row counts --json prints, None for no counts.
-    codebook: further fields for --json.
+    model: name that the user gave. responses: those of `stream_generate`. codebook: further fields for --json, {} for a
+    plain model. store: the `RowStore` whose row counts --json prints, None for no counts. group: the machines of this
+    run, of which only the first prints; None for one.
     """
     from mlx_zip.engine.responses import RULE, format_footer
 
-    framed, coloured = args.verbose and not args.json, colours.should_colour(args.color, out)
-    text, response, status = "", None, 0
-    if framed:
-        print(RULE, file=out)
+    with _open_first_machine_output(group) as out:
+        framed = args.verbose and not args.json
+        if framed and out.isatty():
+            print(*opening_notes(args, model, bool(codebook)), sep="\n", file=sys.stderr)
+        if framed:
+            print(RULE, file=out)
+        text, last, status = _print_text(args, responses, out)
+        if args.json:
+            record = {
+                "model": args.model,
+                "text": text,
+                "finish_reason": "interrupted" if status or last is None else last.finish_reason,
+                **({} if last is None else last.figures()),
+                **codebook,
+                **_count_rows_by_origin(store),
+            }
+            print(json.dumps(record, ensure_ascii=False), file=out)
+            return status
+        print(file=out)
+        if framed:
+            print(RULE, file=out)
+            if not text:
+                print("No text generated for this prompt", file=out)
+            if last is not None:
+                print(format_footer(last), file=out)
+        return status
+
+
+def _print_text(args: argparse.Namespace, responses: Iterable[Any], out: TextIO) -> tuple[str, Any, int]:
+    """Prints each response's text as it arrives, unless --json. Returns all text, the last response, exit status."""
+    coloured = colours.should_colour(args.color, out)
+    text, response = "", None
     try:
         for response in responses:
             text += response.text
             if not args.json:
-                shown = colours.colour_text(response.text, len(response.base_ids)) if coloured else response.text
-                out.write(shown)
+                out.write(colours.colour_text(response.text, len(response.base_ids)) if coloured else response.text)
                 out.flush()
     except KeyboardInterrupt:
-        status = 130
-    if args.json:
-        record = {
-            "model": args.model,
-            "text": text,
-            "finish_reason": "interrupted" if status or response is None else response.finish_reason,
-            **({} if response is None else response.figures()),
-            **(codebook or {}),
-            **_count_rows_by_origin(store),
-        }
-        print(json.dumps(record, ensure_ascii=False), file=out)
-        return status
-    print(file=out)
-    if framed:
-        print(RULE, file=out)
-        if not text:
-            print("No text generated for this prompt", file=out)
-        if response is not None:
-            print(format_footer(response), file=out)
-    return status
+        return text, response, 130
+    return text, response, 0
 
 
 def _count_rows_by_origin(store: Any) -> dict[str, int]:
@@ -319,7 +291,7 @@ def read_prompt(prompt: str) -> str:
     return prompt
 
 
-def make_chat_prompt(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: bool) -> Any:
+def make_chat_prompt(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: bool = False) -> Any:
     """Returns the prompt for `stream_generate`: a `Chat` if a chat template is used, else the text.
 
     continues: whether a saved prompt cache precedes the prompt; if so and a chat template is used, returns the base ids

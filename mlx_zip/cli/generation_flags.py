@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from typing import Any
 
 from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
@@ -14,10 +13,7 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.models.model_folder import is_plain_model
 
 ROTATES = "a rotating KV cache forgets ids that the codebook still knows"
-REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
-    "image": "the supported models read text only",
-    "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
-}
+_NOT_QUANTIZED = "hypertoken rows are computed from the head's weights, which this flag would replace"
 SAMPLING_FLAGS = {  # name of a sampling flag -> (type, default, help); None: off
     "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
     "top_p": (float, 1.0, "nucleus sampling: sample from the likeliest ids that together have this probability"),
@@ -70,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_template_flags(add)
     _add_cache_flags(add)
     _add_output_flags(add)
-    _add_refused_flags(add)
+    add("--image", nargs="+", action=RefusedFlag, const="the supported models read text only")
+    add("--quantize-activations", "-qa", action=RefusedFlag, nargs=0, const=_NOT_QUANTIZED)
 
 
 def _add_prompt_flags(add: Any) -> None:
@@ -143,11 +140,6 @@ def _add_output_flags(add: Any) -> None:
     )
     add_color_flag(add)
     add("--json", action="store_true", help="print one JSON object with text and figures at the end, not the text")
-
-
-def _add_refused_flags(add: Any) -> None:
-    add("--image", nargs="+", help="refused: " + REFUSED["image"])
-    add("--quantize-activations", "-qa", action="store_true", help="refused: " + REFUSED["quantize_activations"])
 
 
 def add_adapter_flag(add: Any) -> None:
@@ -269,14 +261,15 @@ def check_model_flag(args: argparse.Namespace) -> None:
         raise GenerationError("no model: --model is empty")
 
 
-def refuse_flags(args: argparse.Namespace, reasons: Mapping[str, str], origin: str) -> None:
-    """Raises `GenerationError` if a flag is given that cannot work here.
+class RefusedFlag(argparse.Action):
+    """A flag of mlx-lm that cannot work here. const: the reason. Raises `GenerationError` if the flag is given."""
 
-    reasons: name of such a flag -> why. origin: command of mlx-lm that has the flags.
-    """
-    for name, reason in reasons.items():
-        if getattr(args, name) is not None and getattr(args, name) is not False:
-            raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {reason}; {origin} has it")
+    def __init__(self, *names: Any, const: str, nargs: Any = None, **options: Any) -> None:
+        super().__init__(*names, nargs=nargs, const=const, help=f"refused: {const}", **options)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Raises the error."""
+        raise GenerationError(f"{self.option_strings[0]} cannot be used: {self.const}; mlx-lm has it")
 
 
 class _MarkGiven(argparse.Action):

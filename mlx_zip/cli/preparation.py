@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,6 @@ from mlx_zip.progress import pluralize
 
 _MOST_WORKERS = 8
 _DATA_ONLY_FLAGS = ("separator", "columns", "subset", "split")  # flags for --data alone: a mixture sets them per source
-_PASSED_FLAGS = (  # flags that are options of `PrepareOptions` under the same name
-    "model",
-    "tokenizer",
-    "context",
-    "merge_size",
-    "codebook_size",
-    "empty_start",
-    "fill_windows",
-    "start_draw",
-    "train_on",
-    "shard_samples",
-    "seed",
-    "limit",
-    "max_skipped",
-    "trust_remote_code",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,16 +153,16 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.out:
         raise DataError("--out is empty: name the folder to write")
-    options = PrepareOptions(
-        sources=make_sources(args),
-        out=expand_home(args.out),
-        disable=parse_disabled_ids(args),
-        protect=tuple(args.protect),
-        pack=_single_pack_path(args.pack),
-        **{name: getattr(args, name) for name in _PASSED_FLAGS},
-    )
+    options: dict[str, Any] = {one.name: getattr(args, one.name, None) for one in fields(PrepareOptions)}
+    options |= {
+        "sources": make_sources(args),
+        "out": expand_home(args.out),
+        "disable": parse_disabled_ids(args),
+        "protect": tuple(args.protect),
+        "pack": _single_pack_path(args.pack),
+    }
     workers = args.workers if args.workers is not None else min(_MOST_WORKERS, os.cpu_count() or 1)
-    print(format_prepared_summary(args.out, prepare_data(options, workers, progress=True)))
+    print(format_prepared_summary(args.out, prepare_data(PrepareOptions(**options), workers, progress=True)))
     return 0
 
 
@@ -232,10 +216,8 @@ def parse_column(text: str) -> tuple[str, str]:
 
 def parse_disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
     """Returns the ids of --disable, None without the flag. Raises `DataError` if its value is not a list of ids."""
-    return None if args.disable is None else _parse_disable_value(args.disable)
-
-
-def _parse_disable_value(text: str) -> tuple[int, ...]:
+    if (text := args.disable) is None:
+        return None
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) < 12 for part in parts):
         raise DataError(f"--disable {text!r} is not a list of ids with commas between")

@@ -11,18 +11,18 @@ import json
 import platform
 import tempfile
 import time
-from importlib import import_module
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import mlx_zip
 from mlx_zip.cli.actions import checked_output_path
 from mlx_zip.device import disable_tf32
 from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_file
 from mlx_zip.selftest.checks import PACKAGES, Check, check_codec, check_models
-from mlx_zip.selftest.speed import TOTAL_S, TimeLimit, measure_rough_speeds, measure_steps
+from mlx_zip.selftest.speed import TOTAL_S, measure_rough_speeds, measure_steps
 
 SCHEMA = 1  # version of the JSON file's format
 MOST_REST_S = 3600
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.rest <= MOST_REST_S:
         raise DataError(f"--rest must be from 0 to {MOST_REST_S}, got {args.rest:g}")
     disable_tf32()  # because the recorded results are float32; must come before MLX computes anything
-    limit = TimeLimit(time.monotonic() + TOTAL_S)
+    ends = time.monotonic() + TOTAL_S
     out = checked_output_path("--out", args.out)
     data_file = checked_output_path("--out", json_report_path(out))
     golden = Path(str(files("mlx_zip.golden")))
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             *check_models(golden, Path(folder)),
             *measure_rough_speeds(golden, Path(folder)),
         ]
-    checks += measure_steps(limit, data, args.rest)
+    checks += measure_steps(ends, data, args.rest)
     failed = [check for check in checks if check.passed is False]
     with atomic_file(out) as partial:
         partial.write_text(markdown_report(checks), encoding="utf-8")
@@ -101,17 +101,10 @@ def describe_machine() -> dict[str, str]:
     import mlx.core as mx
 
     device = mx.default_device()
-    about = {
+    return {
         "system": f"{platform.platform()}, {platform.machine()}, Python {platform.python_version()}",
         "device": ", ".join(f"{key} {value}" for key, value in mx.device_info(device).items()),
         "default device": str(device),
-    }
-    return {
-        **about,
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
-        "mlx_zip": _mlx_zip_version(),
+        "mlx_zip": mlx_zip.__version__,
     }
-
-
-def _mlx_zip_version() -> str:
-    return import_module("mlx_zip").__version__

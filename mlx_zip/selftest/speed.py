@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,17 +26,6 @@ TOTAL_S, STORIES_S, SMOLLM2_S, SHAPE_S = (
 )  # limits of the whole command and of its long parts, in seconds
 HOST_S = 40.0  # limit for timing the host's work in a step, on top of TOTAL_S
 AT_LEAST_S = 10.0  # a long part is left out when less time is left
-
-
-@dataclass(frozen=True)
-class TimeLimit:
-    """The time limit of the whole command. ends: the value of `time.monotonic()` at which the command should end."""
-
-    ends: float
-
-    def seconds_left(self, part_s: float) -> float:
-        """Returns the seconds that a part may still take, at most `part_s`."""
-        return min(part_s, self.ends - time.monotonic())
 
 
 def measure_rough_speeds(golden: Path, folder: Path) -> list[Check]:
@@ -115,10 +103,11 @@ def _measure_step_time(folder: Path) -> str:
 # ---- steps
 
 
-def measure_steps(limit: TimeLimit, data: dict[str, Any], rest_s: float) -> list[Check]:
+def measure_steps(ends: float, data: dict[str, Any], rest_s: float) -> list[Check]:
     """Measures step times of three models relative to mlx-lm's, bandwidth, host work per step and machine state.
 
-    data: all figures are added to it, by part. rest_s: the longest rest before a first id, in seconds.
+    ends: value of `time.monotonic()` at which the command should end. data: all figures are added to it, by part.
+    rest_s: the longest rest before a first id, in seconds.
     """
     bench, state = (
         import_module("mlx_zip.bench.steps.selftest_steps"),
@@ -127,15 +116,19 @@ def measure_steps(limit: TimeLimit, data: dict[str, Any], rest_s: float) -> list
     data["state_before"] = state()
     parts = [
         _check_bandwidth(bench, data),
-        *_check_steps("stories", bench.measure_bundled_model, bench.report_lines, limit.seconds_left(STORIES_S), data),
-        *_check_steps("smollm2", bench.measure_smollm2, bench.report_lines, limit.seconds_left(SMOLLM2_S), data),
-        *_check_steps("1B, 4 bit", bench.measure_random_shape, bench.report_lines, limit.seconds_left(SHAPE_S), data),
+        *_check_steps("stories", bench.measure_bundled_model, bench.report_lines, _seconds_left(ends, STORIES_S), data),
+        *_check_steps("smollm2", bench.measure_smollm2, bench.report_lines, _seconds_left(ends, SMOLLM2_S), data),
+        *_check_steps("1B, 4 bit", bench.measure_random_shape, bench.report_lines, _seconds_left(ends, SHAPE_S), data),
         *_check_steps("host", partial(bench.measure_host_parts, rest_s), bench.host_parts.report_lines, HOST_S, data),
     ]
     data["state_after"] = state()
     data["surroundings"] = import_module("mlx_zip.bench.recording").environment_fields(*PACKAGES)
     reported = "; ".join(f"{name}: {text[:200]}" for name, text in data["state_after"].items())
     return [*parts, Check("machine", None, reported)]
+
+
+def _seconds_left(ends: float, most_s: float) -> float:
+    return min(most_s, ends - time.monotonic())
 
 
 def _check_bandwidth(bench: Any, data: dict[str, Any]) -> Check:

@@ -81,7 +81,7 @@ def test_a_loaded_question_without_an_answer_can_be_asked(tmp_path):
 @pytest.fixture
 def fake(monkeypatch):
     engine = FakeEngine()
-    monkeypatch.setattr(opening, "open_chosen_engine", lambda group, name, **options: engine)
+    monkeypatch.setattr(opening, "open_chosen_engine", lambda args, name, *given: engine)
     return engine
 
 
@@ -126,7 +126,7 @@ def test_closed_standard_input_is_one_line(fake, monkeypatch, run):
     ],
 )
 def test_flags_that_cannot_be_used_are_refused_before_a_model_is_loaded(flags, error, run, monkeypatch):
-    monkeypatch.setattr(opening, "open_chosen_engine", lambda *args, **options: pytest.fail("loaded"))
+    monkeypatch.setattr(opening, "open_chosen_engine", lambda *given: pytest.fail("loaded"))
     status, _, err = run("chat", *flags)
     assert status == 2
     assert err.startswith(f"error: {error}")

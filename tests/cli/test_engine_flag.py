@@ -10,7 +10,7 @@ import types
 import pytest
 
 from mlx_zip.cli import command_parser, engine_choice, main
-from mlx_zip.cli.serving.opening import engine_options, open_chosen_engine
+from mlx_zip.cli.serving.opening import open_chosen_engine
 from mlx_zip.errors import EngineError, GenerationError
 from support.serving import MISSING
 
@@ -306,7 +306,7 @@ def test_vllm_gets_the_options_that_it_has_and_its_errors_are_told_in_one_line(m
         ["--engine", "vllm", "--decode-concurrency", "3", "--no-canonical", "--vllm-args", '{"block_size": 32}']
     )
     with pytest.raises(EngineError, match="vLLM does not start: 1 validation error for ModelConfig it is too long"):
-        open_chosen_engine(None, "some", **engine_options(args, "stories", None), row_cache=None)
+        open_chosen_engine(args, "some", None)
     assert asked == {
         "name": "some",
         "canonical": False,
@@ -387,8 +387,7 @@ def test_a_further_model_of_the_app_gets_an_engine_of_its_own(monkeypatch):
         engine_choice, "_pick_engine", lambda _, models, __: ("torch" if models == ["large"] else "mlx", None)
     )
     monkeypatch.setattr(engine_choice, "set_device_from_environment", lambda: None)
-    monkeypatch.setattr(app, "engine_options", lambda args, *_: {"engine": args.engine})
-    monkeypatch.setattr(app, "open_chosen_engine", lambda adapter, name, **options: (name, options["engine"]))
+    monkeypatch.setattr(app, "open_chosen_engine", lambda args, name, *_, **options: (name, args.engine))
     for asked, expected in (("auto", "torch"), ("mlx", "mlx")):
         args = argparse.Namespace(engine=asked)
         assert app._open_other_model(args, "large") == ("large", expected)

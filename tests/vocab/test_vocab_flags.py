@@ -6,7 +6,7 @@ import json
 import pytest
 
 from mlx_zip import named
-from mlx_zip.cli.vocab import METHODS, method_parser
+from mlx_zip.bench.pages import vocab_parsers
 from mlx_zip.packs.pack import load_pack
 from mlx_zip.vocab.adaptbpe.adapted import read_adapted_vocabulary
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
@@ -47,11 +47,9 @@ def run(capsys):
 
 
 def actions():
-    """(method, action, parser), without other names of actions."""
-    for method in METHODS:
-        subparsers = next(a for a in method_parser(method)._actions if isinstance(a, argparse._SubParsersAction))
-        for choice in subparsers._choices_actions:
-            yield method, choice.dest, subparsers.choices[choice.dest]
+    """(method, action, parser)."""
+    for name, parser in vocab_parsers().items():
+        yield *name.split(), parser
 
 
 def shown(parser):

@@ -11,6 +11,7 @@ from mlx_zip.arguments import add_codebook_flags, check_flags_at_least, parse_js
 from mlx_zip.cli import colours, row_cache
 from mlx_zip.cli.generation_flags import (
     SAMPLING_FLAGS,
+    RefusedFlag,
     add_color_flag,
     add_draft_flags,
     add_kv_quantization_flags,
@@ -19,14 +20,11 @@ from mlx_zip.cli.generation_flags import (
     add_sampling_flag,
     check_kv_size,
     check_model_flag,
-    refuse_flags,
 )
 from mlx_zip.cli.serving.serving_flags import add_keep_wired_flag, add_model_flags, add_session_flags, check_keep_wired
 from mlx_zip.errors import GenerationError, import_or_explain
-from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 
-_REFUSED = {"pipeline": "a chat runs on one machine; `mlx_zip serve` runs on several"}
 MAX_TOKENS = 256
 _SEED = 0
 _LIBRARIES = ("prompt_toolkit", "rich")
@@ -65,7 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_kv_quantization_flags(add)
     add_draft_flags(add)
     row_cache.add_row_cache_flags(add)
-    add("--pipeline", action="store_true", default=None, help="refused: " + _REFUSED["pipeline"])
+    add(
+        "--pipeline",
+        action=RefusedFlag,
+        nargs=0,
+        const="a chat runs on one machine; `mlx_zip serve` runs on several",
+    )
     parser.set_defaults(decode_concurrency=1, max_waiting=1, max_prompt_tokens=None)
 
 
@@ -76,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
     check_kv_size(args, name)
 
+    from mlx_zip.cli.chat.commands import run_chat_loop
+    from mlx_zip.cli.chat.conversation import Conversation
+    from mlx_zip.cli.chat.program import Program
     from mlx_zip.cli.serving.opening import choose_request_pack, open_engine_from_flags
     from mlx_zip.text.tokenizers import add_eos_tokens
 
@@ -84,23 +90,15 @@ def run(args: argparse.Namespace) -> int:
         if not engine.tokenizer.has_chat_template:
             raise GenerationError(f"{name}: its tokenizer has no chat template; give one with --chat-template")
         add_eos_tokens(engine.tokenizer, args.extra_eos_token)
-        program = _import_chat_module("program").Program(
-            engine, settings, front, _import_chat_module("conversation").Conversation(args.system_prompt)
-        )
+        pack, files = choose_request_pack(chosen, engine), () if chosen is None else tuple(chosen.by_name)
+        program = Program(engine, settings, front, Conversation(args.system_prompt), pack, files)
         program.check_system_prompt(args.system_prompt)
-        if chosen is not None:
-            program.pack, program.pack_names = (
-                choose_request_pack(chosen, is_plain_model(name), engine),
-                list(chosen.by_name),
-            )
-            program.own_pack = program.pack is None
         with front:
             front.show_model(name, engine.info)
-            return _import_chat_module("commands").run_chat_loop(program)
+            return run_chat_loop(program)
 
 
 def _check_chat_flags(args: argparse.Namespace) -> None:
-    refuse_flags(args, _REFUSED, "mlx_lm.chat")
     check_model_flag(args)
     check_flags_at_least(args, 1, *_POSITIVE_FLAGS)
     check_keep_wired(args.keep_wired)
@@ -108,12 +106,13 @@ def _check_chat_flags(args: argparse.Namespace) -> None:
 
 def _make_chat_settings(args: argparse.Namespace) -> Any:
     """Returns the settings of the chat's answers. Raises `GenerationError` if a sampling flag is out of range."""
+    from mlx_zip.cli.chat.program import Settings
     from mlx_zip.engine.sampling.options import Sampling
 
     sampling = {name: getattr(args, name) for name in SAMPLING_FLAGS if name != "seed"}
     Sampling.from_options({**sampling, "seed": args.seed})
     default = MAX_TOKENS if args.model is not None else named.MAX_TOKENS
-    return _import_chat_module("program").Settings(
+    return Settings(
         max_tokens=args.max_tokens or default,
         sampling=sampling,
         seed=args.seed,
@@ -122,22 +121,22 @@ def _make_chat_settings(args: argparse.Namespace) -> Any:
 
 
 def _choose_chat_front(args: argparse.Namespace) -> Any:
-    """Returns a `TerminalFront`, or a `LineFront` if standard input or output is not a terminal."""
-    _import_chat_module("markdown")  # so that `LineFront` needs the same libraries
-    terminal = _import_chat_module("terminal")
+    """Returns a `TerminalFront`, or a `Front` if standard input or output is not a terminal."""
+    terminal = import_or_explain(  # for both fronts, so that they need the same libraries
+        "mlx_zip.cli.chat.terminal", "mlx_zip chat", *_LIBRARIES, extra="chat", implied=("markdown_it", "pygments")
+    )
+    if sys.stdin is None:
+        raise GenerationError("standard input is closed; a chat reads messages from it")
     for out in (sys.stdout, sys.stderr):
         if out is not None:
             out.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     coloured = colours.should_colour(args.color, sys.stdout)
-    if sys.stdin is None or not (sys.stdin.isatty() and sys.stdout.isatty()) or terminal.is_dumb_terminal():
-        return _import_chat_module("front").LineFront(coloured)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or terminal.is_dumb_terminal():
+        from mlx_zip.cli.chat.front import Front
+
+        return Front(coloured)
 
     from mlx_zip.files import data_folder
 
     history = None if args.no_history else data_folder() / terminal.HISTORY_FILE
     return terminal.TerminalFront(history, args.plain, coloured)
-
-
-def _import_chat_module(name: str) -> Any:
-    implied = ("markdown_it", "pygments")
-    return import_or_explain(f"mlx_zip.cli.chat.{name}", "mlx_zip chat", *_LIBRARIES, extra="chat", implied=implied)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.cli.chat.conversation import HypertokenUse
-from mlx_zip.cli.chat.front import View
 from mlx_zip.engine import Counted, Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
 from mlx_zip.text.stream import TextStream, partial_mark_length
 from mlx_zip.text.tokenizers import REPLACEMENT, thinking_marks
@@ -18,36 +16,21 @@ Arrived = queue.SimpleQueue[Event | None]  # None: stop the answer
 _TAIL_IDS = 16  # number of base ids at the prompt's end that are searched for the mark that starts reasoning
 
 
-@dataclass(frozen=True)
 class Answer:
-    """An answer that has ended. reason: "stop" if the model ended it, "length" at a limit, "cancelled" by the user.
+    """An answer. show: called with each piece of text and the number of base tokens of its last id.
 
-    uses: uses of hypertokens in the answer, empty unless the request set `show`.
-    """
-
-    text: str
-    reason: str
-    counts: Counts
-    uses: tuple[HypertokenUse, ...] = ()
-
-
-class AnswerText:
-    """An answer in flight. show: called with each piece of text and the number of base tokens of its last id.
-
-    Attributes of the answer so far: its `text`, its `base_ids` without the eos, and its `uses` of hypertokens.
+    Attributes: `text`; `base_ids` without the eos; `uses` of hypertokens, empty unless the request set `show`. When the
+    answer has ended, also `counts` and `reason`: "stop" if the model ended it, "length" at a limit, "cancelled" by the
+    user.
     """
 
     def __init__(self, tokenizer: Any, show: Callable[[str, int], None]) -> None:
         self._stream, self._show = TextStream(tokenizer), show
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._texts: list[str] = []
-        self._ended = False
+        self._ended = False  # whether the text has ended
+        self.text, self.reason, self.counts = "", "", Counts()
         self.base_ids: list[int] = []
         self.uses: list[HypertokenUse] = []
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
 
     def add_emitted(self, event: Emitted) -> None:
         """Shows the text that an emitted id completes; does nothing if the text has already ended."""
@@ -60,7 +43,7 @@ class AnswerText:
             self.uses.append(HypertokenUse(event.base_ids, event.origin.kind))
         self._show_text(piece.text, len(event.base_ids))
 
-    def finish(self) -> None:
+    def end_text(self) -> None:
         """Shows the text that was held back; ids that arrive later are ignored."""
         if not self._ended:
             self._ended = True
@@ -68,7 +51,7 @@ class AnswerText:
 
     def _show_text(self, text: str, length: int) -> None:
         if text:
-            self._texts.append(text)
+            self.text += text
             self._show(text, length)
 
 
@@ -77,36 +60,36 @@ def stream_answer(
     submission: Submission,
     arrived: Arrived,
     show: Callable[[str, int], None],
-    show_prefill: Callable[[int, int], None] = lambda read, total: None,
+    show_prefill: Callable[[int, int], None],
 ) -> Answer:
     """Submits a request, shows its text as it arrives, and returns the answer when it has ended.
 
     arrived: queue that the engine's events are put into. A None in the queue stops the answer, which keeps the text
-    shown so far; a signal handler may put None there, even before this call. show: see `AnswerText`. show_prefill:
+    shown so far; a signal handler may put None there, even before this call. show: see `Answer`. show_prefill:
     called with the number of prompt ids read so far and the number of all prompt ids. The engine stores the answer's
     base ids under its text, for later prompts that hold it. Raises what `Engine.submit` raises, and the error of a
     failed request.
     """
-    answering = AnswerText(engine.tokenizer, show)
+    answer = Answer(engine.tokenizer, show)
     ticket = engine.submit(submission, arrived.put)
     try:
         while True:
             event = arrived.get()
             if event is None:
-                answering.finish()  # ignores the ids that arrive from now on
+                answer.end_text()  # ignores the ids that arrive from now on
                 engine.cancel(ticket)
             elif isinstance(event, Emitted):
-                answering.add_emitted(event)
+                answer.add_emitted(event)
             elif isinstance(event, Progress):
                 show_prefill(event.read, event.total)
             elif isinstance(event, Failed):
                 raise event.error
             elif isinstance(event, Finished):
-                answering.finish()
-                text = answering.text
-                if text and not text.endswith(REPLACEMENT):
-                    engine.note_answer(ticket, text, answering.base_ids)
-                return Answer(text, event.reason, event.counts, tuple(answering.uses))
+                answer.end_text()
+                answer.reason, answer.counts = event.reason, event.counts
+                if answer.text and not answer.text.endswith(REPLACEMENT):
+                    engine.note_answer(ticket, answer.text, answer.base_ids)
+                return answer
             else:
                 assert isinstance(event, Started | Counted)
     finally:
@@ -114,11 +97,11 @@ def stream_answer(
 
 
 @contextmanager
-def split_reasoning(view: View, tokenizer: Any, prompt_ids: Sequence[int]) -> Iterator[Callable[[str, int], None]]:
+def split_reasoning(view: Any, tokenizer: Any, prompt_ids: Sequence[int]) -> Iterator[Callable[[str, int], None]]:
     """Context manager: yields a function that takes each piece of an answer and the number of base tokens of its id.
 
-    view: shows the answer's text and reasoning, without the marks around the reasoning. prompt_ids: base ids of the
-    prompt; if the prompt ends with the mark that starts reasoning, the answer begins with reasoning.
+    view: see `Front.show_answer`; shows the answer's text and reasoning, without the marks around the reasoning.
+    prompt_ids: base ids of the prompt, at whose end the mark that starts reasoning may stand.
     """
     if (marks := thinking_marks(tokenizer)) is None:
         yield view.feed
@@ -137,7 +120,7 @@ class _ReasoningSplitter:
     start, end: the marks. begun: whether the prompt has already begun the reasoning.
     """
 
-    def __init__(self, view: View, start: str, end: str, begun: bool) -> None:
+    def __init__(self, view: Any, start: str, end: str, begun: bool) -> None:
         self._view, self._start, self._end = view, start, end
         self._state = self._read_reasoning if begun else self._read_answer_start
         self._held, self._skips = "", begun  # _skips: whether to drop the next white space

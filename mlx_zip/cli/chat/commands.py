@@ -25,7 +25,8 @@ def run_chat_loop(program: Program) -> int:
             program.front.show_error(f"{error}; /save keeps the conversation, /quit ends the chat")
             program.ended = not program.front.is_interactive
         except MlxZipError as error:
-            program.front.show_error(_error_with_advice(error))
+            advice = "; /reset begins a new conversation" if isinstance(error, PromptTooLongError) else ""
+            program.front.show_error(f"{error}{advice}")
     return 0 if program.engine.alive else 1
 
 
@@ -38,11 +39,6 @@ def _run_command_or_ask(program: Program, text: str) -> None:
     else:
         command, argument = found
         command.run(program, argument)
-
-
-def _error_with_advice(error: MlxZipError) -> str:
-    more = "; /reset begins a new conversation" if isinstance(error, PromptTooLongError) else ""
-    return f"{error}{more}"
 
 
 class Command(NamedTuple):

@@ -1,14 +1,14 @@
-"""`Front`, the interface between a chat and its user, and `LineFront`, which reads lines and needs no terminal."""
+"""`Front`, between a chat and its user: reads lines and needs no terminal. `TerminalFront` takes its place in one."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TextIO
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, TextIO
 
 from mlx_zip.cli import colours
 from mlx_zip.cli.actions import escape_unprintable
@@ -16,68 +16,6 @@ from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.screen import replace_control_characters
 from mlx_zip.engine import EngineInfo
 from mlx_zip.errors import GenerationError
-
-
-class View(Protocol):
-    """Shows one answer to the user."""
-
-    def feed(self, text: str, length: int) -> None:
-        """Shows a piece of text. length: number of base tokens of its id."""
-        ...
-
-    def feed_reasoning(self, text: str) -> None:
-        """Shows a piece of the model's reasoning; called only for an interactive front."""
-        ...
-
-    def show_prefill(self, read: int, total: int) -> None:
-        """Shows that `read` of the prompt's `total` ids have been read."""
-        ...
-
-
-class Front(ABC):
-    """Reads a chat's messages and shows its answers. A context manager; the chat runs inside its block.
-
-    colours: whether hypertokens are coloured. is_interactive: whether a person chats in a terminal. key_help: lines
-    about keys for /help.
-    """
-
-    colours: bool
-    is_interactive = False
-    key_help: Sequence[str] = ()
-
-    def __enter__(self) -> Front:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    @abstractmethod
-    def show_model(self, model: str, info: EngineInfo) -> None:
-        """Shows which model answers; called once, before the first message."""
-
-    @abstractmethod
-    def read_message(self) -> str | None:
-        """Returns the next message, None at the end of the chat."""
-
-    @abstractmethod
-    def show_answer(self, stop: Callable[[], None]) -> AbstractContextManager[View]:
-        """Returns a context manager that yields the view of one answer. stop: called if the user stops the answer."""
-
-    @abstractmethod
-    def show_conversation(self, conversation: Conversation) -> None:
-        """Shows a conversation that was loaded."""
-
-    @abstractmethod
-    def show_line(self, line: str) -> None:
-        """Shows a line from the chat itself, not from the model."""
-
-    @abstractmethod
-    def show_note(self, line: str) -> None:
-        """Shows a line of little importance."""
-
-    def show_error(self, line: str) -> None:
-        """Shows an error as one line on standard error."""
-        print(f"error: {escape_unprintable(' '.join(line.split())[:1000])}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -106,10 +44,6 @@ class PlainView:
         self._out.flush()
         self._last = text[-1:] or self._last
 
-    def feed_reasoning(self, text: str) -> None:
-        """Writes a piece of reasoning like text."""
-        self.feed(text)
-
     def show_prefill(self, read: int, total: int) -> None:
         """Shows nothing."""
 
@@ -120,23 +54,30 @@ class PlainView:
             self._out.flush()
 
 
-class LineFront(Front):
-    """Reads messages from standard input, one per line. coloured: whether to colour hypertokens.
+class Front:
+    """Reads a chat's messages from standard input, one per line; prints answers on standard output, all else on stderr.
 
-    Raises `GenerationError` if standard input is closed.
+    A context manager; the chat runs inside its block. colours: whether hypertokens are coloured. is_interactive:
+    whether a person chats in a terminal. key_help: lines about keys for /help.
     """
 
+    is_interactive = False
+    key_help: Sequence[str] = ()
+
     def __init__(self, coloured: bool = False) -> None:
-        if sys.stdin is None:
-            raise GenerationError("standard input is closed; a chat reads messages from it")
         self.colours = coloured
-        self._lines = enumerate(sys.stdin.buffer, start=1)
+
+    def __enter__(self) -> Front:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
 
     def show_model(self, model: str, info: EngineInfo) -> None:
-        """Shows nothing: standard output is for answers."""
+        """Shows which model answers; called once, before the first message. Here nothing: only answers are printed."""
 
     def read_message(self) -> str | None:
-        """Returns the next line, None at the end of input. Raises `GenerationError` if the line is not UTF-8."""
+        """Returns the next message, None at the end of the chat. Raises `GenerationError` for a line not in UTF-8."""
         n, line = next(self._lines, (0, b""))
         if not n:
             return None
@@ -145,9 +86,16 @@ class LineFront(Front):
         except UnicodeDecodeError as error:
             raise GenerationError(f"standard input, line {n}: not valid UTF-8 at byte {error.start}") from error
 
+    @cached_property
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        return enumerate(sys.stdin.buffer, start=1)
+
     @contextmanager
-    def show_answer(self, stop: Callable[[], None]) -> Iterator[View]:
-        """Context manager: yields a view of one answer. Ctrl-C calls `stop` if standard input is a terminal."""
+    def show_answer(self, stop: Callable[[], None]) -> Iterator[Any]:
+        """Context manager: yields the view of one answer. stop: called if the user stops the answer.
+
+        The view has `feed(text, length)`, `show_prefill(read, total)` and, if a person chats, `feed_reasoning(text)`.
+        """
         view = PlainView(sys.stdout, self.colours)
         if sys.stdin.isatty():
             with call_on_interrupt(stop):
@@ -157,12 +105,16 @@ class LineFront(Front):
         view.finish()
 
     def show_conversation(self, conversation: Conversation) -> None:
-        """Prints the number of messages on standard error."""
+        """Shows a conversation that was loaded. Here only its number of messages."""
         self.show_line(f"loaded {len(conversation.messages)} messages")
 
     def show_line(self, line: str) -> None:
-        """Prints a line on standard error, because standard output is for answers."""
+        """Shows a line from the chat itself, not from the model."""
         print(replace_control_characters(line), file=sys.stderr, flush=True)
 
     def show_note(self, line: str) -> None:
-        """Shows nothing."""
+        """Shows a line of little importance. Here nothing."""
+
+    def show_error(self, line: str) -> None:
+        """Shows an error as one line on standard error."""
+        print(f"error: {escape_unprintable(' '.join(line.split())[:1000])}", file=sys.stderr, flush=True)

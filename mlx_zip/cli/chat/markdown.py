@@ -7,7 +7,7 @@ when it ends, and a table after its last row. Line breaks are kept.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import StringIO
 from typing import Any
 
@@ -36,6 +36,7 @@ _SGR = re.compile(r"\x1b\[[\d;]*m")
 _STRONG = "1"
 _STYLES = {"strong_open": _STRONG, "em_open": "3", "s_open": "9", "link_open": "4"}
 _CODE, _FAINT = "94", "2"
+_ONE = chr(1)  # in `MarkdownStream._lengths`: an id of one base token, which has no tint
 _LONGEST_COLOURED = 2000  # characters; longer lines of code are not coloured
 _SEEN = 60  # number of earlier lines given to the highlighter, because a line may be inside a long string
 
@@ -206,19 +207,17 @@ class MarkdownStream:
 
     def _add_tinted_text(self, text: str, lengths: str, styles: Sequence[str]) -> None:
         """Adds text, tinted per character. lengths: like `self._lengths`; characters beyond its end get no tint."""
-        at = 0
-        while at < len(text):
-            end = at + 1
-            mark = lengths[at : at + 1]
-            while end < len(text) and lengths[end : end + 1] == mark:
-                end += 1
-            tint = self._tint(ord(mark)) if mark else ""
-            self.screen.put_text(text[at:end], ";".join(filter(None, [*styles, tint])))
-            at = end
+        for piece, tint in self._tinted_pieces(text, lengths):
+            self.screen.put_text(piece, ";".join(filter(None, [*styles, tint])))
 
     def _tint_line(self, line: str, lengths: str) -> str:
-        runs = re.finditer(r"(.)\1*", lengths[: len(line)], re.DOTALL)
-        return "".join(style_text(line[run.start() : run.end()], self._tint(ord(run[1]))) for run in runs)
+        return "".join(style_text(piece, tint) for piece, tint in self._tinted_pieces(line, lengths))
+
+    def _tinted_pieces(self, text: str, lengths: str) -> Iterator[tuple[str, str]]:
+        """Yields the pieces of a text whose characters have equal lengths in base tokens, each with its tint."""
+        padded = lengths[: len(text)].ljust(len(text), _ONE)
+        for run in re.finditer(r"(.)\1*", padded, re.DOTALL):
+            yield text[run.start() : run.end()], self._tint(ord(run[1]))
 
     def _drop_written(self, n: int) -> None:
         self._text, self._lengths = self._text[n:], self._lengths[n:]

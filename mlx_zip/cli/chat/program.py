@@ -38,16 +38,23 @@ class Settings:
 class Program:
     """A chat with an engine's model. front: reads messages and shows answers. conversation: the one to continue.
 
-    Attributes: `pack`, which codebooks begin with, None for the pack that the model was loaded with; `pack_names`,
-    files of the pack; `own_pack`, whether the model was loaded with its own pack; `ended`, whether the chat is over.
+    pack: pack that codebooks begin with, None for that which the model was loaded with. pack_names: files of the pack.
+    Attribute `ended`: whether the chat is over.
     """
 
-    def __init__(self, engine: Engine, settings: Settings, front: Front, conversation: Conversation) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        front: Front,
+        conversation: Conversation,
+        pack: Any = None,
+        pack_names: Sequence[str] = (),
+    ) -> None:
         self.engine, self.settings, self.front, self.conversation = engine, settings, front, conversation
+        self.pack, self.pack_names = pack, pack_names
+        self._has_own_pack = pack is None  # whether the model was loaded with its own pack
         self.totals, self.ended = _Totals(), False
-        self.pack: Any = None
-        self.pack_names: Sequence[str] = ()
-        self.own_pack = True
         self._asked = 0  # number of answers asked for so far
 
     def ask(self, question: str, temp: float | None = None) -> None:
@@ -96,7 +103,7 @@ class Program:
         if not self.engine.info.codebook_size:
             raise GenerationError("/pack: this model has no hypertokens, so nothing could use a pack")
         if list(names) == [OWN]:
-            if not self.own_pack:
+            if not self._has_own_pack:
                 raise GenerationError("/pack own: the model was loaded without its own pack, because of --pack")
             self.pack, self.pack_names = None, ()
             return

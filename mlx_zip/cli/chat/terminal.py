@@ -25,7 +25,7 @@ from prompt_toolkit.keys import Keys
 from mlx_zip.cli import colours
 from mlx_zip.cli.chat.commands import ALIASES, COMMANDS
 from mlx_zip.cli.chat.conversation import Conversation
-from mlx_zip.cli.chat.front import Front, PlainView, View, call_on_interrupt
+from mlx_zip.cli.chat.front import Front, PlainView, call_on_interrupt
 from mlx_zip.cli.chat.markdown import MarkdownStream
 from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_control_characters, style_text
 from mlx_zip.engine import EngineInfo
@@ -101,8 +101,8 @@ class TerminalFront(Front):
     )
 
     def __init__(self, history: Path | None, plain: bool, may_colour: bool) -> None:
+        super().__init__(may_colour)
         self._plain, self._may_colour = plain, may_colour
-        self.colours = may_colour
         self._pastes: dict[str, str] = {}  # placeholder -> pasted text; kept for messages recalled later
         self._answered = False  # whether an answer was shown since the last prompt
         self._opened = contextlib.ExitStack()
@@ -156,9 +156,9 @@ class TerminalFront(Front):
             return text
 
     @contextmanager
-    def show_answer(self, stop: Callable[[], None]) -> Iterator[View]:
+    def show_answer(self, stop: Callable[[], None]) -> Iterator[TerminalView]:
         """Context manager: yields the view of one answer; Ctrl-C calls `stop`."""
-        view, self._answered = TerminalView(self._make_renderer(sys.stdout)), True
+        view, self._answered = TerminalView(self._make_renderer()), True
         with call_on_interrupt(stop):
             try:
                 yield view
@@ -175,7 +175,7 @@ class TerminalFront(Front):
             if message["role"] == "user":
                 print(style_text(_PROMPT, _BOLD) + replace_control_characters(message["content"]), flush=True)
                 continue
-            render = self._make_renderer(sys.stdout)
+            render = self._make_renderer()
             render.feed(message["content"], 1)
             render.finish()
         if conversation.asked is not None and not conversation.answered:
@@ -190,11 +190,12 @@ class TerminalFront(Front):
         """Shows a line of little importance in faint letters."""
         print(style_text(replace_control_characters(line), _FAINT), flush=True)
 
-    def _make_renderer(self, out: Any) -> Any:
+    def _make_renderer(self) -> Any:
         coloured = self.colours and self._may_colour
         if self._plain:
-            return PlainView(out, coloured)
-        return MarkdownStream(Screen(out), colours.colour_code if coloured else lambda length: "", self._may_colour)
+            return PlainView(sys.stdout, coloured)
+        tint = colours.colour_code if coloured else lambda length: ""
+        return MarkdownStream(Screen(sys.stdout), tint, self._may_colour)
 
     def _make_key_bindings(self) -> KeyBindings:
         bindings = KeyBindings()

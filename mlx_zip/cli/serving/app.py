@@ -24,7 +24,6 @@ from mlx_zip.cli.generation_flags import (
 )
 from mlx_zip.cli.serving.opening import (
     SERVER_LIBRARIES,
-    engine_options,
     open_chosen_engine,
     open_engine_from_flags,
     report_engine_fault,
@@ -120,9 +119,7 @@ def _open_model_and_serve_app(
         from mlx_zip.engine.engines import Engines, make_other_models
 
         rival, open_model = args.race_against, partial(_open_other_model, asked)
-        options = _make_app_server_options(
-            args, name, running.new_token(), server_pack_options(chosen, is_plain_model(name), engine)
-        )
+        options = _make_app_server_options(args, name, running.new_token(), server_pack_options(chosen, name, engine))
         ceiling = engine.ceiling()
         settings = _import_chat_app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         storage = None if args.no_history or not args.window else _window_folder()
@@ -157,7 +154,7 @@ def _open_other_model(args: argparse.Namespace, name: str) -> Any:
     own = ("adapter_path", "pack", "codebook_size", "canonical", "chat_template", "draft_model")  # of the main model
     changed = argparse.Namespace(**{**vars(args), **dict.fromkeys(own)})
     choose_engine(changed, name)
-    return open_chosen_engine(None, name, **{**engine_options(changed, name, None), "sessions": None})
+    return open_chosen_engine(changed, name, None, keeps_sessions=False)
 
 
 def _check_app_flags(args: argparse.Namespace) -> None:

@@ -20,26 +20,16 @@ from mlx_zip.packs.chosen import check_pack_fits_slots, pack_flag_with_files, pa
 if TYPE_CHECKING:
     from mlx_zip.packs.pack import Pack
 
+_MLX_FLAGS = (  # flags that are options of `open_engine` alone, under the same name
+    "adapter_path",
+    "kv_bits",
+    "kv_group_size",
+    "quantized_kv_start",
+    "draft_model",
+    "num_draft_tokens",
+    "draft_exact",
+)
 SERVER_LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
-
-
-def open_chosen_engine(group: Any, name: str, engine: str = engine_choice.MLX, **options: Any) -> Any:
-    """Returns the engine of the model `name`. engine: "mlx", "torch", "cuda" or "vllm".
-
-    group: the machines that the model is split over, None for one. options: see `engine_options`.
-    """
-    if engine == engine_choice.VLLM:
-        return engine_choice.open_vllm_engine(name, **options)
-    options.pop("vllm_args", None)
-    if engine != engine_choice.MLX:
-        return engine_choice.open_torch_engine(name, engine, **options)
-    if group is None:
-        from mlx_zip.engine.mlx.mlx_engine import open_engine
-
-        return open_engine(name, **options)
-    from mlx_zip.engine.mlx.split_engine import open_split_engine
-
-    return open_split_engine(group, name, **options)
 
 
 @contextmanager
@@ -53,9 +43,71 @@ def open_engine_from_flags(
     engine_choice.choose_engine(args, name, group=group)
     with (
         engine_choice.open_row_store(args) as store,
-        open_chosen_engine(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
+        open_chosen_engine(args, name, chosen, group, store) as engine,
     ):
         yield engine
+
+
+def open_chosen_engine(
+    args: argparse.Namespace,
+    name: str,
+    chosen: Pack | None,
+    group: Any = None,
+    row_cache: Any = None,
+    keeps_sessions: bool = True,
+) -> Any:
+    """Returns the engine of the model `name` that the flags in `args` ask for; --engine auto must have been replaced.
+
+    chosen: the packs of --pack, or None. group: the machines that the model is split over, None for one. row_cache: the
+    row store, None for one of the engine's own. Raises `MlxZipError`.
+    """
+    from mlx_zip.engine.drafts import check_draft_options
+
+    engine_choice.check_engine_flags(args)
+    check_draft_options(args.draft, args.num_draft_tokens)
+    options = _options_of_all_engines(args, name, chosen)
+    if args.engine == engine_choice.VLLM:
+        vllm_args = parse_json_map("--vllm-args", args.vllm_args)
+        return engine_choice.open_vllm_engine(name, vllm_args, keep_sessions=keeps_sessions, **options)
+    options |= {
+        "sessions": _session_options(args, name) if keeps_sessions else None,
+        "draft": args.draft,
+        "prefill_step_size": args.prefill_step_size,
+    }
+    if args.engine != engine_choice.MLX:
+        return engine_choice.open_torch_engine(name, args.engine, **options)
+    options |= {flag: getattr(args, flag) for flag in _MLX_FLAGS}
+    options |= {
+        "max_kv_size": getattr(args, "max_kv_size", None),  # serve and app have no such flag
+        "keep_wired_s": args.keep_wired,
+        "row_cache": row_cache,
+    }
+    if group is None:
+        from mlx_zip.engine.mlx.mlx_engine import open_engine
+
+        return open_engine(name, **options)
+    from mlx_zip.engine.mlx.split_engine import open_split_engine
+
+    return open_split_engine(group, name, **options)
+
+
+def _options_of_all_engines(args: argparse.Namespace, name: str, chosen: Pack | None) -> dict[str, Any]:
+    template = {} if args.chat_template is None else {"chat_template": _read_chat_template(args.chat_template)}
+    return {
+        "canonical": args.canonical,
+        "tokenizer_config": template,
+        "trust_remote_code": args.trust_remote_code,
+        "max_running": args.decode_concurrency,
+        "max_waiting": args.max_waiting,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        **pack_options(chosen, args.codebook_size, name),
+    }
+
+
+def _session_options(args: argparse.Namespace, name: str) -> Any:
+    from mlx_zip.engine.sessions.store import SessionOptions
+
+    return SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name)
 
 
 def report_engine_fault(fault: BaseException | None) -> int:
@@ -64,42 +116,6 @@ def report_engine_fault(fault: BaseException | None) -> int:
         return 0
     print(f"error: the engine has stopped: {type(fault).__name__}: {first_message_line(fault)}", file=sys.stderr)
     return 1
-
-
-def engine_options(args: argparse.Namespace, name: str, chosen: Pack | None) -> dict[str, Any]:
-    """Returns the options of `open_chosen_engine` for the flags in `args`. chosen: the packs of --pack, or None.
-
-    Raises `GenerationError` if flags cannot be used together.
-    """
-    from mlx_zip.engine.drafts import check_draft_options
-    from mlx_zip.engine.sessions.store import SessionOptions
-
-    engine_choice.check_engine_flags(args)
-    check_draft_options(args.draft, args.num_draft_tokens)
-    template = {} if args.chat_template is None else {"chat_template": _read_chat_template(args.chat_template)}
-    return {
-        "engine": args.engine,
-        "adapter_path": args.adapter_path,
-        "canonical": args.canonical,
-        "tokenizer_config": template,
-        "trust_remote_code": args.trust_remote_code,
-        "kv_bits": args.kv_bits,
-        "kv_group_size": args.kv_group_size,
-        "quantized_kv_start": args.quantized_kv_start,
-        "max_kv_size": getattr(args, "max_kv_size", None),  # serve and app have no such flag
-        "draft": args.draft,
-        "draft_model": args.draft_model,
-        "num_draft_tokens": args.num_draft_tokens,
-        "draft_exact": args.draft_exact,
-        "vllm_args": parse_json_map("--vllm-args", args.vllm_args),
-        "max_running": args.decode_concurrency,
-        "max_waiting": args.max_waiting,
-        "max_prompt_tokens": args.max_prompt_tokens,
-        "prefill_step_size": args.prefill_step_size,
-        "keep_wired_s": args.keep_wired,
-        "sessions": SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name),
-        **pack_options(chosen, args.codebook_size, name),
-    }
 
 
 def pack_options(
@@ -120,11 +136,10 @@ def session_folder(args: argparse.Namespace) -> Path | None:
     return row_cache.cache_folder_from_flag(args.session_cache, SESSIONS)
 
 
-def choose_request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
+def choose_request_pack(chosen: Pack | None, engine: Any) -> Any:
     """Returns the pack for requests: `chosen`, or None if codebooks begin with the pack that the model was loaded with.
 
-    chosen: the packs of --pack, or None. plain: whether the model has no hypertokens of its own. Raises `MlxZipError`
-    if the packs do not fit the model.
+    chosen: the packs of --pack, or None. Raises `MlxZipError` if the packs do not fit the model.
     """
     if chosen is None:
         return None
@@ -132,7 +147,7 @@ def choose_request_pack(chosen: Pack | None, plain: bool, engine: Any) -> Any:
     if chosen.rows is not None:
         return None
     name = pack_flag_with_files(chosen)
-    if plain:
+    if not engine.info.codebook_size:
         raise GenerationError(
             f"{name}: this model has no hypertokens, so nothing could use it; give a pack that was tuned for the model "
             "(mlx_zip vocab pack tune)"
@@ -153,9 +168,9 @@ def _read_chat_template(given: str) -> str:
         return expand_home(given).read_text(encoding="utf-8")
 
 
-def server_pack_options(chosen: Pack | None, plain: bool, engine: Any) -> dict[str, Any]:
+def server_pack_options(chosen: Pack | None, name: str, engine: Any) -> dict[str, Any]:
     """Returns the fields `packs` and `pack` of the server's `Options`. Raises `MlxZipError` if the packs do not fit."""
-    pack = choose_request_pack(chosen, plain, engine)
-    if chosen is None or plain:
+    pack = choose_request_pack(chosen, engine)
+    if chosen is None or is_plain_model(name):
         return {}
     return {"packs": {Path(file).stem: one for file, one in chosen.by_name.items()}, "pack": pack}

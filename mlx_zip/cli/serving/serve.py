@@ -16,7 +16,7 @@ from typing import Any
 from mlx_zip import named
 from mlx_zip.arguments import check_flags_at_least, parse_json_map
 from mlx_zip.cli import engine_choice
-from mlx_zip.cli.generation_flags import check_model_flag, refuse_flags
+from mlx_zip.cli.generation_flags import check_model_flag
 from mlx_zip.cli.serving.opening import (
     SERVER_LIBRARIES,
     open_engine_from_flags,
@@ -28,16 +28,14 @@ from mlx_zip.cli.serving.serving_flags import (
     API_KEY,
     DEFAULT_SAMPLING_FLAGS,
     MOST_S,
-    REFUSED,
     add_arguments,
     check_keep_wired,
 )
 from mlx_zip.errors import GenerationError, import_or_explain
 from mlx_zip.files import expand_home
-from mlx_zip.models.model_folder import is_plain_model
 from mlx_zip.packs.chosen import read_packs
 
-__all__ = ["REFUSED", "add_arguments", "run"]
+__all__ = ["add_arguments", "run"]
 
 log = logging.getLogger("mlx_zip.server")
 COUNTS = ("max_tokens", "decode_concurrency", "max_prompt_tokens", "prefill_step_size")
@@ -73,7 +71,7 @@ def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> 
         _bind_listener(running, args.host, args.port, options["api_key"]) as listener,
         open_engine_from_flags(args, name, chosen, group) as engine,
     ):
-        options |= server_pack_options(chosen, is_plain_model(name), engine)
+        options |= server_pack_options(chosen, name, engine)
         served = _import_server_module("options").Options(**options)
         fault = running.serve(engine, served, listener, args.log_level)
     return report_engine_fault(fault)
@@ -99,7 +97,6 @@ def _refuse_session_files(args: argparse.Namespace) -> None:
 
 def _check_serve_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if a flag cannot be used here or a value is out of range."""
-    refuse_flags(args, REFUSED, "mlx_lm.server")
     check_model_flag(args)
     check_flags_at_least(args, 1, *COUNTS)
     check_flags_at_least(args, 0, "max_waiting", "drain", "temp", "top_k", "port")

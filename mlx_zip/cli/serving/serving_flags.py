@@ -9,6 +9,7 @@ from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.generation_flags import (
     SAMPLING_FLAGS,
+    RefusedFlag,
     add_adapter_flag,
     add_canonical_flag,
     add_draft_flags,
@@ -20,11 +21,6 @@ from mlx_zip.errors import GenerationError
 SESSIONS = "MLX_ZIP_SESSION_CACHE"
 API_KEY = "MLX_ZIP_API_KEY"
 MOST_S = 1_000_000  # upper bound of times: a thread can wait that long
-REFUSED = {  # flags of mlx_lm.server that cannot work here, and why
-    "prompt_concurrency": "prompts are read in turns, between the steps of the answers under way",
-    "pipeline": "a model on several machines is split inside its layers, not between them",
-    "prompt_cache_size": "kept conversations are bounded in bytes, with --prompt-cache-bytes",
-}
 # sampling flag that sets a default for requests -> (type, default, help)
 DEFAULT_SAMPLING_FLAGS = {name: SAMPLING_FLAGS[name] for name in ("temp", "top_p", "top_k", "min_p")}
 
@@ -50,9 +46,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_kv_quantization_flags(add)
     add_draft_flags(add)
     row_cache.add_row_cache_flags(add)
-    for name in ("prompt_concurrency", "prompt_cache_size"):
-        add("--" + name.replace("_", "-"), type=int, help="refused: " + REFUSED[name])
-    add("--pipeline", action="store_true", default=None, help="refused: " + REFUSED["pipeline"])
+    add(
+        "--prompt-concurrency",
+        action=RefusedFlag,
+        const="prompts are read in turns, between the steps of the answers under way",
+    )
+    add(
+        "--prompt-cache-size",
+        action=RefusedFlag,
+        const="kept conversations are bounded in bytes, with --prompt-cache-bytes",
+    )
+    add(
+        "--pipeline",
+        action=RefusedFlag,
+        nargs=0,
+        const="a model on several machines is split inside its layers, not between them",
+    )
 
 
 def add_model_flags(add: Any, purpose: str = "model to serve") -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes_flag
 from mlx_zip.cli.actions import (
-    DATA_HELP,
     TOKENIZER_HELP,
+    add_data_flag,
+    add_held_out_flag,
     add_json_flag,
     checked_output_path,
     escape_unprintable,
@@ -45,20 +46,8 @@ EXAMPLES = """examples:
 def _add_adapt_learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER_HELP}")
-    add(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help=f"texts to adapt the tokenizer to: {DATA_HELP}",
-    )
-    add(
-        "--held-out",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="texts to measure the adapted tokenizer on; nothing is learned from them",
-    )
+    add_data_flag(add, "texts to adapt the tokenizer to", required=True)
+    add_held_out_flag(add, "adapted tokenizer")
     add(
         "--merges",
         type=int,
@@ -196,13 +185,7 @@ def _add_adapt_show_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"tokenizer that was adapted, to check that and to count its tokens in --data too: {TOKENIZER_HELP}",
     )
-    add(
-        "--data",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help=f"texts to count tokens in: {DATA_HELP}",
-    )
+    add_data_flag(add, "texts to count tokens in", default=[])
     _add_adapt_text_flags(add, "--data")
 
 

@@ -16,7 +16,9 @@ from mlx_zip.cli.actions import (
     DATA_HELP,
     TOKENIZER_HELP,
     Action,
+    add_data_flag,
     add_json_flag,
+    add_show_flag,
     checked_output_path,
     read_first_stage_tokenizer,
 )
@@ -47,7 +49,7 @@ def _add_hbpe_learn_flags(parser: argparse.ArgumentParser) -> None:
     _add_tokenizer_flag(add)
     add("--out", required=True, metavar="TABLE", help="file to write the patch table to (.npz)")
     _add_patch_flags(add)
-    _add_show_flag(add, "merges")
+    add_show_flag(add, "merges to list; --json lists all", 10)
     add_plot_flag(add, "the number of patches of each length")
     add_json_flag(add)
 
@@ -55,7 +57,7 @@ def _add_hbpe_learn_flags(parser: argparse.ArgumentParser) -> None:
 def _add_hbpe_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("table", metavar="TABLE", help=_TABLE)
-    _add_show_flag(add, "merges")
+    add_show_flag(add, "merges to list; --json lists all", 10)
     add_plot_flag(add, "the number of patches of each length")
     add_json_flag(add)
 
@@ -65,7 +67,7 @@ def _add_hbpe_encode_flags(parser: argparse.ArgumentParser) -> None:
     add("table", metavar="TABLE", help=_TABLE)
     _add_tokenizer_flag(add)
     add("--data", required=True, metavar="FILE", help="UTF-8 text file to turn into patches; - reads standard input")
-    _add_show_flag(add, "patches")
+    add_show_flag(add, "patches to list; --json lists all", 10)
     add_json_flag(add)
 
 
@@ -93,10 +95,6 @@ def _add_tokenizer_flag(add: Any) -> None:
         metavar="NAME",
         help=f"tokenizer whose tokens become patches: {TOKENIZER_HELP}; or a .json list of tokens in hex",
     )
-
-
-def _add_show_flag(add: Any, what: str) -> None:
-    add("--show", type=int, default=10, metavar="N", help=f"number of {what} to list; --json lists all (default: 10)")
 
 
 def _run_hbpe_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -305,7 +303,7 @@ def _add_hbpe_evaluate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data_flags(add: Any, purpose: str) -> None:
-    add("--data", nargs="+", required=True, metavar="FILE", help=f"{purpose}: {DATA_HELP}")
+    add_data_flag(add, purpose, required=True)
     add_separator_flag(add)
     add_limit_bytes_flag(add, "--data")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, checked_output_path
+from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, add_show_flag, checked_output_path
 from mlx_zip.cli.vocab.multitok_texts import (
     DICTIONARY,
     TRAINED,
@@ -100,13 +100,7 @@ def _add_multitok_stats_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"tokenizer that shows phrases of ids as text: {TOKENIZER_HELP} (default: show the ids)",
     )
-    add(
-        "--show",
-        type=int,
-        default=20,
-        metavar="N",
-        help="number of phrases to list, those that save most units first (default: 20)",
-    )
+    add_show_flag(add, "phrases to list, those that save most units first")
     add_plot_flag(add, "how often training used each phrase")
     add_json_flag(add)
 

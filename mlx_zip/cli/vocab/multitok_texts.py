@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.actions import DATA_HELP, TOKENIZER_HELP
+from mlx_zip.cli.actions import TOKENIZER_HELP, add_data_flag
 from mlx_zip.errors import DataError, errors_as
 from mlx_zip.progress import ProgressBar, pluralize
 
@@ -30,13 +30,7 @@ def add_text_flags(add: Any, unk_id: str) -> None:
         metavar="NAME",
         help=f"tokenizer whose ids are the units: {TOKENIZER_HELP} (default: the units are words between blanks)",
     )
-    add(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help=f"texts to read: {DATA_HELP}; each record and each .txt file is one sample",
-    )
+    add_data_flag(add, "texts to read", "; each record and each .txt file is one sample", required=True)
     add("--separator", metavar="LINE", help="line that ends a sample in a .txt file (default: a file is one sample)")
     add("--lines", action="store_true", help="take each line of a text as one sample (default: off)")
     add("--window", type=int, metavar="N", help="maximum number of units in a phrase; 0: no maximum (default: 0)")

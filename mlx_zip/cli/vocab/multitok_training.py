@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.cli.actions import add_json_flag, checked_output_path
+from mlx_zip.cli.actions import add_held_out_flag, add_json_flag, checked_output_path
 from mlx_zip.cli.vocab.multitok_texts import (
     TRAINED,
     Texts,
@@ -29,12 +29,7 @@ def add_multitok_train_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `train`."""
     add = parser.add_argument
     add_text_flags(add, "none; such a unit is an error")
-    add(
-        "--held-out",
-        nargs="+",
-        metavar="FILE",
-        help="texts to measure the finished dictionary on; nothing is learned from them",
-    )
+    add_held_out_flag(add, "finished dictionary")
     add("--out", required=True, metavar="DICTIONARY", help="file to write the dictionary to")
     add(
         "--fraction",
@@ -118,7 +113,7 @@ def _check_output_paths(args: argparse.Namespace) -> tuple[Path, Path | None]:
         raise GenerationError("--prune-mode needs --prune K")
     if args.words_of and args.tokenizer:
         raise GenerationError("--words-of cannot be used with --tokenizer: all ids of a tokenizer are units already")
-    read = [*args.data, *(args.words_of or ()), *(args.held_out or ()), args.tokenizer]
+    read = [*args.data, *(args.words_of or ()), *args.held_out, args.tokenizer]
     out = checked_output_path("--out", args.out, read=read)
     if args.encoded is not None:
         args.encoded = checked_output_path("--encoded", args.encoded, read=[*read, out])

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.cli.actions import TOKENIZER_HELP, add_json_flag, checked_output_path, escape_unprintable
+from mlx_zip.cli.actions import (
+    TOKENIZER_HELP,
+    add_held_out_flag,
+    add_json_flag,
+    add_show_flag,
+    checked_output_path,
+    escape_unprintable,
+)
 from mlx_zip.cli.preparation import (
     add_codec_flags,
     add_source_flags,
@@ -37,13 +44,7 @@ def _add_pack_learn_flags(parser: argparse.ArgumentParser) -> None:
     add_source_flags(parser)
     add_codec_flags(parser)
     add("--out", required=True, type=Path, help="file to write the pack to (.npz)")
-    add(
-        "--held-out",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="texts to measure the finished pack on; nothing is learned from them",
-    )
+    add_held_out_flag(add, "finished pack", "NAME")
     add("--size", type=int, default=_SIZE, help=f"maximum number of entries in the pack (default: {_SIZE})")
     add(
         "--head-cost",
@@ -206,13 +207,7 @@ def _add_pack_show_flags(parser: argparse.ArgumentParser) -> None:
         help=f"tokenizer that shows entries as text: {TOKENIZER_HELP} (default: show the texts in the pack, else base "
         "ids)",
     )
-    add(
-        "--show",
-        type=int,
-        default=20,
-        metavar="N",
-        help="number of entries to list, best first (default: 20)",
-    )
+    add_show_flag(add, "entries to list, best first")
     add_plot_flag(add, "how often each entry was used in the texts learned from")
     add_json_flag(add)
 
