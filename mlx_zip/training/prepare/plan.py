@@ -98,11 +98,6 @@ class PreparationPlan:
     params: CodecParams
     pool: tuple[Entry, ...] | None = None
 
-    @property
-    def entries_per_sample(self) -> int:
-        """Number of entries to draw from `pool` for each sample, 0 without a pool."""
-        return self.options.start_draw or 0
-
 
 def make_preparation_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPlan, Any, dict[str, Any]]:
     """Returns the plan, the tokenizer, and all settings that the result depends on. Writes nothing.
@@ -114,7 +109,10 @@ def make_preparation_plan(options: PrepareOptions, pads: bool = True) -> tuple[P
         source.check()
         if done := [name for name in source.data if is_prepared_folder(Path(name))]:
             raise DataError(f"{done[0]} is prepared already; `mlx_zip train --data {done[0]}` trains on it")
-    folder = _find_tokenizer_path(options)
+    folder = expand_home(options.tokenizer or "")
+    is_file = folder.is_file() and is_tokenizer_file(folder) and folder.name != "tokenizer.json"
+    if options.model is not None or not is_file:
+        folder = tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_model_config(folder) if options.model is not None else {}
     if options.context <= (lead := len(leading_special_ids(tokenizer))):
@@ -125,13 +123,6 @@ def make_preparation_plan(options: PrepareOptions, pads: bool = True) -> tuple[P
         pool, params = _read_entry_pool(options, params, tokenizer), replace(params, start=None)
     plan = PreparationPlan(options, folder, params, pool)
     return plan, tokenizer, _make_settings_record(plan, tokenizer)
-
-
-def _find_tokenizer_path(options: PrepareOptions) -> Path:
-    file = expand_home(options.tokenizer or "")
-    if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
-        return file
-    return tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
 
 
 def _choose_codec(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:

@@ -17,7 +17,6 @@ from mlx_zip.text.sources import Skipped, Source, SourceReader, parse_item
 from mlx_zip.training.prepare.encoding import (
     EncodedRecord,
     RecordEncoder,
-    Window,
     compress_window,
     cut_training_windows,
 )
@@ -38,8 +37,7 @@ def encode_sources(
     encoder = RecordEncoder(tokenizer, "all")
     for source, left in zip(sources, counts, strict=True):
         for item in SourceReader(source) if left else ():
-            record = parse_item(item, source.columns)
-            encoded = record if isinstance(record, Skipped) else encoder.encode([record])[0]
+            encoded = encoder.encode([parse_item(item, source.columns)])[0]
             if isinstance(encoded, Skipped):
                 if not encoded.empty:
                     skipped(f"skipped {encoded.where}: {encoded.reason}")
@@ -51,7 +49,7 @@ def encode_sources(
                 break
 
 
-def cut_record_windows(encoded_records: Sequence[EncodedRecord], tokenizer: Any, context: int) -> list[Window]:
+def cut_record_windows(encoded_records: Sequence[EncodedRecord], tokenizer: Any, context: int) -> list[Sample]:
     """Returns windows of at most `context` base ids, each with text of only one record.
 
     If the tokenizer puts no id before a text, each window begins with bos or else eos, so that the text's first id can
@@ -104,12 +102,11 @@ class CompressedTexts:
         return digest.hexdigest()
 
 
-def compress_windows(params: CodecParams, windows: Sequence[Window], name: str) -> CompressedTexts:
+def compress_windows(params: CodecParams, windows: Sequence[Sample], name: str) -> CompressedTexts:
     """Compresses windows with the codec `params`. name: name of the texts, for messages.
 
     Raises `DataError` if there are no windows, or if an id is not a base id of the codec.
     """
     if not windows:
         raise DataError(f"{name}: there is no text")
-    samples = [Sample(*compress_window(params, one), len(one.ids), one.n_bytes) for one in windows]
-    return CompressedTexts(params, samples, name)
+    return CompressedTexts(params, [compress_window(params, one) for one in windows], name)
