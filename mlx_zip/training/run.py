@@ -27,7 +27,6 @@ from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.checkpoints import hash_trained_weights, list_checkpoints, load_trained_weights
 from mlx_zip.training.head_training import (
     HeadTrainee,
-    HeadTrainer,
     check_head_data_fits,
     check_head_options,
     freeze_model,
@@ -91,20 +90,19 @@ def _train_and_save(
     observe = services.send if services else lambda line: None
     mark, quiet = start.run_fingerprint, quiet or not first
     steps = choose_stepper(options.engine, start.config)
-    kind = HeadTrainer if settings.draft_head else Trainer
-    trainer = kind(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe, steps)
+    trainer = Trainer(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe, steps)
     if not quiet and sys.stderr is not None:
         trained = "a draft head" if settings.draft_head else settings.fine_tune_type
         what = f"{options.model or options.scratch} ({trained})"
         print(*run_header_lines(trainer, what), sep="\n", file=sys.stderr)
-    from_model = trainer.loss_is_of_text and options.scratch is None
+    from_model = trainee.loss_is_of_text and options.scratch is None
     if trainer.valid is not None and not trainer.progress.step and from_model:
         line = {"step": 0, "base_bits_per_byte": measure_base_bits(trainer)}
         run_on_all_machines(group, lambda: trainer.log_once(line))
     unfinished = trainer.progress.step < settings.iters
     outcome = trainer.train()
     if outcome.progress.step >= settings.iters and first:
-        if unfinished and not quiet and trainer.loss_is_of_text:
+        if unfinished and not quiet and trainee.loss_is_of_text:
             print(*run_summary_lines(trainer, options), sep="\n", file=sys.stderr)
         _save_trained_model(options, settings, start, outcome, trainee)
     return outcome

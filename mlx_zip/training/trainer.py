@@ -86,8 +86,6 @@ class Trainer:
     `DataError` if the data are too few or damaged, or the last checkpoint does not fit.
     """
 
-    loss_is_of_text = True  # whether the loss is a text's likelihood, so that reports include bits per byte
-
     def __init__(
         self,
         trainee: Trainee,
@@ -256,11 +254,11 @@ class Trainer:
         line["peak_mlx_bytes"] = mx.get_peak_memory()
         if is_compiled(self.settings):
             line["traces"] = self.stepper.traces  # since the process began
-        if not self.loss_is_of_text:
+        if not self.trainee.loss_is_of_text:
             del line["bits_per_byte"]
         self._report_sums = _ReportSums(self.progress)
         self._log_line(line)
-        shown = self.loss_is_of_text and self.progress.seen_bytes
+        shown = self.trainee.loss_is_of_text and self.progress.seen_bytes
         bits = f", {line['bits_per_byte']:.3f} bits per byte" if shown else ""
         return f"loss {line['loss']:.3f}{bits}, {line['base_ids_per_s']:,.0f} base tokens/s"
 
@@ -272,26 +270,12 @@ class Trainer:
         """Logs the figures of a validation and returns them as text; see `TrainingJob`."""
         if self.valid is None:
             return None
-        line = self.measure_validation()
+        line, text = self.measure_validation()
         self._log_line({"step": self.progress.step, **line})
-        return self.describe_validation(line)
+        return text
 
-    def describe_validation(self, line: dict[str, float]) -> str:
-        """Returns the figures of a validation as text. line: result of `measure_validation`."""
-        per_step = line["val_base_tokens_per_step"]
-        return f"validation {line['val_bits_per_byte']:.4f} bits per byte, {per_step:.3f} base tokens per step"
-
-    def measure_validation(self) -> dict[str, float]:
-        """Measures the model on `validation_batches`: loss in nats per id, bits per byte, base tokens per step."""
-        sums = self.sum_validation_losses()
-        return {
-            "val_loss": sums["nats"] / max(sums["count"], 1),
-            "val_bits_per_byte": sums["nats"] / math.log(2) / max(sums["n_bytes"], 1),
-            "val_base_tokens_per_step": sums["base_ids"] / max(sums["ids"], 1),
-        }
-
-    def sum_validation_losses(self) -> dict[str, float]:
-        """Returns the sums of the losses, `n_bytes`, `ids` and `base_ids` over `validation_batches`.
+    def measure_validation(self) -> tuple[dict[str, float], str]:
+        """Measures the model on `validation_batches`. Returns the figures, for the log and as text.
 
         Each sample's first id is read but not predicted, so it counts neither in `ids` nor in `base_ids`.
         """
@@ -305,7 +289,7 @@ class Trainer:
             found |= {"n_bytes": batch.n_bytes, "ids": batch.ids, "base_ids": batch.base_ids - len(indices)}
             sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
         self.trainee.train()
-        return sums
+        return self.trainee.validation_figures(sums)
 
     def validation_batches_with_progress(self, task: str) -> Iterator[np.ndarray]:
         """Yields the batches of `validation_batches` and shows a progress bar. task: the bar's label."""
