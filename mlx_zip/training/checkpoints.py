@@ -214,8 +214,3 @@ def set_random_key(key: mx.array) -> None:
     halves: Any = key.tolist()
     high, low = halves
     mx.random.seed(high << 32 | low)
-
-
-def progress_counts(progress: Progress) -> mx.array:
-    """Returns all fields except `seconds`, int64 [5], to send to other machines."""
-    return mx.array(list(vars(progress).values())[:-1], mx.int64)
