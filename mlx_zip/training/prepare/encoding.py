@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -58,6 +57,9 @@ class RecordEncoder:
         self._fast_tokenizer.no_truncation()
         self._fast_tokenizer.no_padding()
         self.lead = leading_special_ids(tokenizer)
+        self._token_bytes = np.array([len(spelled) for spelled in bytes_by_id(tokenizer)], np.int64)
+        self._is_special = np.zeros(len(self._token_bytes), np.bool_)
+        self._is_special[sorted(special_ids(tokenizer))] = True
         self._eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def encode(self, records: Sequence[Record | Skipped]) -> list[EncodedRecord | Skipped]:
@@ -73,16 +75,14 @@ class RecordEncoder:
             if isinstance(record, Skipped):
                 encoded.append(record)
             elif _is_document(record):
-                encoded.append(self._encode_document(record, next(found).ids))
+                ids, end = np.array(next(found).ids, np.uint32), [] if record.continues else self._eos_ids
+                n_bytes = self._count_bytes(record.text or "", ids)
+                encoded.append(
+                    self._make_encoded_record(record, ids, np.ones(len(ids), np.bool_), n_bytes, end, self.lead)
+                )
             else:
                 encoded.append(self._encode_conversation(record))
         return encoded
-
-    def _encode_document(self, record: Record, ids: Sequence[int]) -> EncodedRecord | Skipped:
-        found = np.array(ids, np.uint32)
-        n_bytes = self._count_bytes(record.text or "", found)
-        end = [] if record.continues else self._eos_ids
-        return self._make_encoded_record(record, found, np.ones(len(found), np.bool_), n_bytes, end, self.lead)
 
     def _encode_conversation(self, record: Record) -> EncodedRecord | Skipped:
         """Returns the base ids of a conversation, or of a prompt and its completion.
@@ -173,14 +173,13 @@ class RecordEncoder:
 
     def _count_bytes(self, text: str, ids: Uint32s) -> NDArray[np.int64]:
         """Returns the UTF-8 bytes of each id, 0 for special ids. The sum is the text's bytes without special tokens."""
-        lengths, special = self._token_bytes
-        n_bytes, total = lengths[ids], len(text.encode("utf-8"))
+        n_bytes, total = self._token_bytes[ids], len(text.encode("utf-8"))
         first = self._fast_tokenizer.id_to_token(int(ids[0])) if len(ids) else None
         if n_bytes.sum() == total + 1 and (first or "").startswith("▁"):
             n_bytes[0] -= 1  # the space that SentencePiece puts in front of a text
         if n_bytes.sum() != total:
             n_bytes = self._count_bytes_by_offset(text)
-        n_bytes[special[ids]] = 0
+        n_bytes[self._is_special[ids]] = 0
         return n_bytes
 
     def _count_bytes_by_offset(self, text: str) -> NDArray[np.int64]:
@@ -192,14 +191,6 @@ class RecordEncoder:
         places = np.maximum.accumulate(np.array(ends, np.int64))
         places[-1:] = len(text)
         return np.diff(bytes_before_characters(text)[places], prepend=0)
-
-    @cached_property
-    def _token_bytes(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The number of UTF-8 bytes of every token, int64 [V], and whether the token is special, bool [V]."""
-        lengths = np.array([len(spelled) for spelled in bytes_by_id(self.tokenizer)], np.int64)
-        special = np.zeros(len(lengths), np.bool_)
-        special[sorted(special_ids(self.tokenizer))] = True
-        return lengths, special
 
 
 def _is_document(record: Record | Skipped) -> bool:
@@ -217,18 +208,11 @@ def cut_training_windows(
     """
     for filled, run in groupby(records, lambda record: not record.conversation if fill is None else fill):
         if filled:
-            yield from _cut_sequence(*_join_records(list(run)), context, lead)
+            parts = zip(*((record.ids, record.counted, record.n_bytes) for record in run), strict=True)
+            yield from _cut_sequence(*map(np.concatenate, parts), context, lead)
         else:
             for record in run:
                 yield from _cut_sequence(record.ids, record.counted, record.n_bytes, context, record.lead)
-
-
-def _join_records(run: Sequence[EncodedRecord]) -> tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]:
-    return (
-        np.concatenate([record.ids for record in run]),
-        np.concatenate([record.counted for record in run]),
-        np.concatenate([record.n_bytes for record in run]),
-    )
 
 
 def _cut_sequence(

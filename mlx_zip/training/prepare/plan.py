@@ -216,15 +216,15 @@ def _read_entry_pool(options: PrepareOptions, params: CodecParams, tokenizer: An
 
 def _make_settings_record(plan: PreparationPlan, tokenizer: Any) -> dict[str, Any]:
     """Returns everything that the result depends on, as values for JSON, with digests in place of long lists."""
-    options, packs = plan.options, plan.params.start if plan.pool is None else plan.pool
+    options, entries = plan.options, plan.params.start if plan.pool is None else plan.pool
     tokens = 1 + max(tokenizer.get_vocab().values())
     return {
         "sources": [_make_source_record(source) for source in options.sources],
         "codec": make_codec_record(plan.params),
         "tokenizer": {"fingerprint": tokenizer_fingerprint(tokenizer), "size": tokens},
-        "chat_template": _hash_text(str(tokenizer.chat_template)),
+        "chat_template": sha256(str(tokenizer.chat_template).encode("utf-8")).hexdigest(),
         "context": options.context,
-        "start": None if packs is None else _hash_text(str(packs)),
+        "start": None if entries is None else sha256(str(entries).encode("utf-8")).hexdigest(),
         "start_draw": options.start_draw,
         "pack": options.fill_windows,  # an older name, kept so that existing folders can be continued
         "train_on": options.train_on,
@@ -243,7 +243,3 @@ def _make_source_record(source: Source) -> dict[str, Any]:
 def _hash_file(name: str) -> str:
     with errors_as(DataError, f"{name} cannot be read", OSError), open(name, "rb") as file:
         return file_digest(file, "sha256").hexdigest()
-
-
-def _hash_text(text: str) -> str:
-    return sha256(text.encode("utf-8")).hexdigest()

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
 from mlx_zip.files import read_json_object, remove_unfinished_files, try_lock_folder, write_json
-from mlx_zip.training.prepare.sharding import shard_record_path
 from mlx_zip.training.prepare.shards import (
     INDEX_FILE,
     PreparedShards,
@@ -97,7 +96,7 @@ class PreparedFolder:
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Returns a shard's record, None if the shard is not finished. Raises `DataError` if the record is damaged."""
-        path = shard_record_path(self.folder, name)
+        path = self.folder / f"{name}.json"
         found = self._read_json(path)
         if found is not None and not (found.keys() >= _RECORD_KEYS and found["name"] == name):
             raise DataError(f"{path} is damaged; delete the folder and prepare again")
@@ -122,7 +121,7 @@ class PreparedFolder:
         if samples == record["samples"]:
             return {key: record[key] for key in _COUNT_KEYS}
         name = record["name"]
-        arrays = read_shard_arrays(self.folder, name, with_pool)
+        arrays = read_shard_arrays(self.folder, name, record["samples"], with_pool)
         ids = int(arrays["ends"][samples - 1])
         kept = {part: array[: ids if part in ("ids", "mask") else samples] for part, array in arrays.items()}
         return write_shard_arrays(self.folder, f"{name}-{samples}", kept) | {"source": record["source"]}

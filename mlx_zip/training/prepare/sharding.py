@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,7 +97,7 @@ class ShardMaker:
             },
             "notes": wrong[:MOST_NOTES],
         }
-        write_json(shard_record_path(self.options.out, chunk.name), record)
+        write_json(self.options.out / f"{chunk.name}.json", record)
         return record
 
     def _make_samples(
@@ -115,11 +114,6 @@ class ShardMaker:
             entries = tuple(pool[row] for row in starts[-1].tolist())
             samples.append(compress_window(replace(params, start=entries), window))
         return samples, np.array(starts, np.int32).reshape(-1, draw)
-
-
-def shard_record_path(folder: Path, name: str) -> Path:
-    """Returns the path of a shard's record. The file exists from the end of the shard until the index is written."""
-    return folder / f"{name}.json"
 
 
 # ---- worker processes

@@ -93,14 +93,21 @@ def write_shard_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any
     return {"name": name, "samples": len(arrays["ends"]), "ids": len(arrays["ids"]), **sums}
 
 
-def read_shard_arrays(folder: Path, name: str, with_pool: bool) -> dict[str, NDArray[Any]]:
-    """Returns the arrays of one shard, memory-mapped, by part. Raises `DataError` if one cannot be read.
+def read_shard_arrays(folder: Path, name: str, samples: int, with_pool: bool) -> dict[str, NDArray[Any]]:
+    """Returns the arrays of a shard of `samples` samples, memory-mapped, by part.
 
-    with_pool: whether samples begin with entries of a pool, so that there is a part `start`.
+    with_pool: whether samples begin with entries of a pool, so that there is a part `start`. Raises `DataError` if an
+    array cannot be read, or if the arrays do not fit together.
     """
     arrays = {part: read_array(shard_array_path(folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()}
     if with_pool:
         arrays["start"] = read_array(shard_array_path(folder, name, "start"), np.int32, ndim=2)
+    ends = arrays["ends"]
+    total = int(ends[-1]) if len(ends) else 0
+    lengths = {"ids": total, "mask": total}
+    fits = all(len(array) == lengths.get(part, samples) for part, array in arrays.items())
+    if not fits or np.any(np.diff(ends, prepend=0) < 0):
+        raise DataError(f"{folder / name}: the arrays of this shard do not fit together; {_PREPARE_AGAIN}")
     return arrays
 
 
@@ -146,18 +153,8 @@ class PreparedShards:
             raise DataError(f"{file}: tokenizer is {made_with!r:.40}{again}")
         pool = self.index.get("pool")
         self._pool = None if pool is None else _read_pool_arrays(self.folder, str(pool), self.params.merge_size)
-        self._shards = [self._open_shard(name, samples) for name, samples in records]
+        self._shards = [read_shard_arrays(self.folder, *record, self._pool is not None) for record in records]
         self._ends = list(accumulate(samples for _, samples in records))
-
-    def _open_shard(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
-        arrays = read_shard_arrays(self.folder, name, self._pool is not None)
-        ends = arrays["ends"]
-        total = int(ends[-1]) if len(ends) else 0
-        lengths = {"ids": total, "mask": total}
-        fits = all(len(array) == lengths.get(part, samples) for part, array in arrays.items())
-        if not fits or np.any(np.diff(ends, prepend=0) < 0):
-            raise DataError(f"{self.folder / name}: the arrays of this shard do not fit together; {_PREPARE_AGAIN}")
-        return arrays
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
