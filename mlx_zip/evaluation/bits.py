@@ -65,11 +65,9 @@ class Windows:
 
     def same_as(self, other: Windows) -> bool:
         """Returns whether two sets of windows have equal prefixes and equal base ids."""
-        return self.prefix == other.prefix and _have_equal_ids(self.windows, other.windows)
-
-
-def _have_equal_ids(a: Sequence[ScoredWindow], b: Sequence[ScoredWindow]) -> bool:
-    return len(a) == len(b) and all(np.array_equal(x.base_ids, y.base_ids) for x, y in zip(a, b, strict=True))
+        both = zip(self.windows, other.windows, strict=False)
+        same_ids = all(np.array_equal(mine.base_ids, theirs.base_ids) for mine, theirs in both)
+        return self.prefix == other.prefix and len(self.windows) == len(other.windows) and same_ids
 
 
 def cut_scored_windows(

@@ -131,14 +131,20 @@ def write_index(folder: Path, index: Mapping[str, Any]) -> None:
 class PreparedShards:
     """The samples of a prepared folder, memory-mapped: `len(shards)`, `shards[i] -> Sample`.
 
-    index: the content of index.json. params: the codec. context: maximum base ids per sample. Raises `DataError` if the
-    folder is not prepared data, is unfinished, or holds files that do not fit together.
+    index: the content of index.json. params: the codec. context: maximum base ids per sample. lengths, base_ids: number
+    of ids and of base ids in every sample. starts: number of pool entries in every sample's starting codebook. These
+    arrays are int64 [len(self)]. Raises `DataError` if the folder is not prepared data, is unfinished, or holds files
+    that do not fit together.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.index = _read_data_index(self.folder)
         file, again = self.folder / INDEX_FILE, f"; {_PREPARE_AGAIN}"
+        if not file.exists():
+            raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it")
+        self.index = read_json_object(file, again)
+        if self.index.get("version") != VERSION:
+            raise DataError(f"{file} is not version {VERSION} of prepared data{again}")
         with errors_as(DataError, str(file), KeyError, TypeError, ValueError, CodecError, end=again):
             params = CodecParams(**self.index["codec"])
             # one canonical form for all codecs without a codebook, so that they compare equal
@@ -155,6 +161,11 @@ class PreparedShards:
         self._pool = None if pool is None else _read_pool_arrays(self.folder, str(pool), self.params.merge_size)
         self._shards = [read_shard_arrays(self.folder, *record, self._pool is not None) for record in records]
         self._ends = list(accumulate(samples for _, samples in records))
+        none = np.empty(0, np.int64)
+        self.lengths = np.concatenate([none, *(np.diff(shard["ends"], prepend=0) for shard in self._shards)])
+        self.base_ids = np.concatenate([none, *(shard["base"] for shard in self._shards)])
+        width = self._shards[0]["start"].shape[1] if self._shards and self._pool is not None else 0
+        self.starts = np.full(len(self), width, np.int64)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -177,22 +188,6 @@ class PreparedShards:
         ids, mask = np.array(shard["ids"][begin:end]), np.array(shard["mask"][begin:end])
         return Sample(ids, mask, int(shard["base"][j]), int(shard["bytes"][j]), start)
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of ids in every sample, int64 [len(self)]."""
-        return np.concatenate([np.diff(shard["ends"], prepend=0) for shard in self._shards] or [np.empty(0, np.int64)])
-
-    @property
-    def base_ids(self) -> NDArray[np.int64]:
-        """Number of base ids in every sample, int64 [len(self)]."""
-        return np.concatenate([shard["base"] for shard in self._shards] or [np.empty(0, np.int64)])
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """Number of entries in every sample's starting codebook, int64 [len(self)]."""
-        width = 0 if self._pool is None or not self._shards else self._shards[0]["start"].shape[1]
-        return np.full(len(self), width, np.int64)
-
 
 def is_prepared_folder(folder: Path) -> bool:
     """Returns whether `folder` contains an index of prepared data. The data themselves may be damaged."""
@@ -204,16 +199,6 @@ def is_prepared_folder(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return True
     return isinstance(index, dict) and bool(index.keys() & {"shards", "codec", "totals"})
-
-
-def _read_data_index(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX_FILE
-    if not path.exists():
-        raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it")
-    index = read_json_object(path, f"; {_PREPARE_AGAIN}")
-    if index.get("version") != VERSION:
-        raise DataError(f"{path} is not version {VERSION} of prepared data; {_PREPARE_AGAIN}")
-    return index
 
 
 def _check_index_count(name: str, value: Any, least: int = 0) -> int:
