@@ -6,6 +6,7 @@ All inputs are read and checked before the first model is loaded: packs, texts, 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -153,15 +154,14 @@ def evaluate(
     codebook_size: int | None = None,
     row_store: RowStore | None = None,
     progress: bool = False,
-    announce: Callable[[str], None] = lambda line: None,
     runner: ModelRunner | None = None,
 ) -> dict[str, Any]:
     """Returns the record of all figures (see `make_evaluation_record`); the first model is the baseline of the others.
 
     models: folders, hub ids or bundled names. options: what to measure. pack: one pack or several to merge, each a path
     or a `Pack`, whose entries every codebook begins with; None for each model's own. codebook_size: maximum number of
-    hypertokens, None for each model's own. row_store: see `load`. progress: show progress on stderr. announce:
-    called once, before a model is loaded, with a line that says what will be measured. runner: None for MLX.
+    hypertokens, None for each model's own. row_store: see `load`. progress: show on stderr what will be measured, and
+    how far it is. runner: None for MLX.
 
     Raises `MlxZipError` if an input cannot be read or inputs do not fit together, mostly before any model is loaded.
     """
@@ -169,7 +169,8 @@ def evaluate(
     chosen = chosen_packs.read_packs(pack)
     runner = ModelRunner("mlx", mx.default_device().type.name, load) if runner is None else runner
     evaluation = _Evaluation(models, options, chosen, codebook_size, row_store, progress, runner)
-    announce(evaluation.describe())
+    if progress:
+        print(evaluation.describe(), file=sys.stderr)
     records = []
     for name in models:
         records.append(evaluation.measure_model(name))

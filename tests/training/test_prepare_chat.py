@@ -130,15 +130,13 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error_that_names_the_line(
     assert len(prepared(tmp_path / "all", data, train_on="all", **options)) == 2
 
 
-def test_what_the_template_refuses_is_a_wrong_record(tmp_path):
+def test_what_the_template_refuses_is_a_wrong_record(tmp_path, capsys):
     template = "{% for m in messages %}{% if m.role == 'cat' %}{{ raise_exception('no cats') }}{% endif %}"
     template += "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     data = conversations(tmp_path / "d.jsonl", [{"role": "cat", "content": "miaow"}], TALK)
-    lines: list[str] = []
-    options = {"context": 256, "tokenizer": str(tokenizer_folder(template=template))}
-    shards = prepared(tmp_path / "out", data, report=lines.append, **options)
+    shards = prepared(tmp_path / "out", data, context=256, tokenizer=str(tokenizer_folder(template=template)))
     assert len(shards) == 1
-    assert "d.jsonl:1: the chat template cannot render the messages: no cats" in lines[0]
+    assert "d.jsonl:1: the chat template cannot render the messages: no cats" in capsys.readouterr().err
 
 
 def test_a_conversation_without_an_answer_is_skipped(tmp_path):

@@ -37,30 +37,26 @@ SHARDS_PER_ROUND = 16  # number of shards whose sources are chosen at a time, fr
 ShardRecords = list[list[dict[str, Any]]]  # for each source, the records of its shards in order
 
 
-def prepare_data(
-    options: PrepareOptions, workers: int = 1, progress: bool = False, report: Callable[[str], object] | None = None
-) -> dict[str, Any]:
-    """Prepares data in `options.out` and returns the folder's index.
+def prepare_data(options: PrepareOptions, workers: int = 1, progress: bool = False) -> dict[str, Any]:
+    """Prepares data in `options.out` and returns the folder's index. Prints skipped invalid records on stderr.
 
-    workers: number of processes. progress: show a bar if stderr is a terminal. report: called with a line for every
-    invalid record that is skipped; None prints the line on stderr. If an earlier run with equal options was
+    workers: number of processes. progress: show a bar if stderr is a terminal. If an earlier run with equal options was
     interrupted, its folder is completed; if it was finished, nothing is done.
 
     Raises `DataError`, naming file and line or the option, if the data cannot be prepared; then no index is written.
     """
-    report = report or (lambda line: print(line, file=sys.stderr))
     if workers < 1:
         raise DataError(f"workers must be 1 or more, got {workers}")
     plan, tokenizer, settings = make_preparation_plan(options)
     folder = PreparedFolder(options.out)
     try:
-        with folder.open(settings, report) as index:
+        with folder.open(settings) as index:
             if index is not None:
                 return index
             try:
                 if plan.pool is not None:
                     write_entries(options.out / POOL_FILE, plan.pool, plan.params.merge_size, plan.params.pad_id)
-                run = _Preparation(plan, folder, progress, report)
+                run = _Preparation(plan, folder, progress)
                 with _start_shard_workers(plan, tokenizer, workers) as make:
                     run.make_shards(make)
                 return folder.close(run.make_index(settings))
@@ -98,11 +94,9 @@ def _start_shard_workers(plan: PreparationPlan, tokenizer: Any, workers: int) ->
 class _Preparation:
     """One run of `prepare`: readers of the sources, and records and base ids per sample of finished shards."""
 
-    def __init__(
-        self, plan: PreparationPlan, folder: PreparedFolder, progress: bool, report: Callable[[str], object]
-    ) -> None:
+    def __init__(self, plan: PreparationPlan, folder: PreparedFolder, progress: bool) -> None:
         options = plan.options
-        self.options, self.folder, self.report = options, folder, report
+        self.options, self.folder = options, folder
         self.start, self.with_pool = plan.params.start, plan.pool is not None
         self.shares = [source.share for source in options.sources]
         self.readers = [SourceReader(source) for source in options.sources]
@@ -146,7 +140,7 @@ class _Preparation:
         more = record["skipped"].get("wrong", 0) - len(notes)
         for note in [*notes, *([f"{more} more wrong records after these"] if more else [])] if is_new else ():
             self.bar.clear()
-            self.report(f"skipped {note}")
+            print(f"skipped {note}", file=sys.stderr)
         self.records[chunk.source].append(record)
         self.counts[chunk.source].append(self.folder.base_ids(record))
         self.skipped.update(record["skipped"])

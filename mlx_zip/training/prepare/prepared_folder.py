@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,12 @@ class PreparedFolder:
         self.folder, self._made = folder, not folder.exists()
 
     @contextmanager
-    def open(self, settings: Mapping[str, Any], report: Callable[[str], object]) -> Iterator[dict[str, Any] | None]:
+    def open(self, settings: Mapping[str, Any]) -> Iterator[dict[str, Any] | None]:
         """Context manager: makes or continues the folder, and locks other processes out until the block ends.
 
         Yields the index if the data are finished, else None. If the folder holds unfinished data of other settings
-        without a finished shard, these data are removed, so that a failed run does not block the next run, and `report`
-        is called with a line about it.
+        without a finished shard, these data are removed, so that a failed run does not block the next run; a line on
+        stderr says so.
 
         Raises `DataError` if the folder holds other files, holds shards of other settings, is in use by another process
         or holds damaged data, and `OSError` if it cannot be written.
@@ -60,9 +61,9 @@ class PreparedFolder:
                 raise DataError(
                     f"another process prepares data in {self.folder}; wait for it, or choose another (--out)"
                 )
-            yield self._begin_or_continue(json.loads(json.dumps(settings)), report)
+            yield self._begin_or_continue(json.loads(json.dumps(settings)))
 
-    def _begin_or_continue(self, settings: dict[str, Any], report: Callable[[str], object]) -> dict[str, Any] | None:
+    def _begin_or_continue(self, settings: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the index if the data are finished, else None; see `open`."""
         remove_unfinished_files(self.folder)
         index = self._read_json(self.folder / INDEX_FILE)
@@ -80,7 +81,7 @@ class PreparedFolder:
                 "it, or choose another folder (--out)"
             )
         if difference:
-            report(f"{self.folder}: removed unfinished data of other settings ({difference})")
+            print(f"{self.folder}: removed unfinished data of other settings ({difference})", file=sys.stderr)
             self._remove_unnamed_files({"shards": []})
             write_json(self.folder / SETTINGS_FILE, settings)
             return None
@@ -107,7 +108,7 @@ class PreparedFolder:
         if not record["samples"]:
             return np.empty(0, np.int64)
         file = shard_array_path(self.folder, record["name"], "base")
-        found = read_array(file, np.int64)
+        found = np.array(read_array(file, np.int64))  # a memory map would keep the file open
         if len(found) != record["samples"]:
             raise DataError(f"{file} is not what its record says; delete the folder and prepare again")
         return found

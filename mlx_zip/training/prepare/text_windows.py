@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
@@ -61,13 +60,18 @@ def cut_record_windows(encoded_records: Sequence[EncodedRecord], tokenizer: Any,
     return list(cut_training_windows(with_leads, context, False, ()))
 
 
-@dataclass(frozen=True, eq=False)
 class CompressedTexts:
-    """Compressed windows as samples for a `Trainer`. params: the codec. name: name of the texts, for messages."""
+    """Compressed windows as samples for a `Trainer`. params: the codec. name: name of the texts, for messages.
 
-    params: CodecParams
-    samples: Sequence[Sample]
-    name: str
+    lengths, base_ids: number of ids and of base ids in every sample. starts: number of entries in the codec's starting
+    codebook, repeated for every sample. These arrays are int64 [len(self)].
+    """
+
+    def __init__(self, params: CodecParams, samples: Sequence[Sample], name: str) -> None:
+        self.params, self.samples, self.name = params, samples, name
+        self.lengths = np.array([len(sample.ids) for sample in samples], np.int64)
+        self.base_ids = np.array([sample.base_ids for sample in samples], np.int64)
+        self.starts = np.full(len(samples), len(params.start or ()), np.int64)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -77,21 +81,6 @@ class CompressedTexts:
 
     def __str__(self) -> str:
         return self.name
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of ids in every sample, int64 [len(self)]."""
-        return np.array([len(sample.ids) for sample in self.samples], np.int64)
-
-    @cached_property
-    def base_ids(self) -> NDArray[np.int64]:
-        """Number of base ids in every sample, int64 [len(self)]."""
-        return np.array([sample.base_ids for sample in self.samples], np.int64)
-
-    @cached_property
-    def starts(self) -> NDArray[np.int64]:
-        """Number of entries in the codec's starting codebook, repeated for every sample, int64 [len(self)]."""
-        return np.full(len(self), len(self.params.start or ()), np.int64)
 
     @cached_property
     def fingerprint(self) -> str:
