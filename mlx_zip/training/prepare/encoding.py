@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,7 +193,7 @@ class RecordEncoder:
         return np.diff(bytes_before_characters(text)[places], prepend=0)
 
 
-def _is_document(record: Record | Skipped) -> bool:
+def _is_document(record: Record | Skipped) -> TypeGuard[Record]:
     return isinstance(record, Record) and record.messages is None and record.prompt is None
 
 
@@ -209,7 +209,8 @@ def cut_training_windows(
     for filled, run in groupby(records, lambda record: not record.conversation if fill is None else fill):
         if filled:
             parts = zip(*((record.ids, record.counted, record.n_bytes) for record in run), strict=True)
-            yield from _cut_sequence(*map(np.concatenate, parts), context, lead)
+            ids, counted, n_bytes = (np.concatenate(part) for part in parts)
+            yield from _cut_sequence(ids, counted, n_bytes, context, lead)
         else:
             for record in run:
                 yield from _cut_sequence(record.ids, record.counted, record.n_bytes, context, record.lead)
