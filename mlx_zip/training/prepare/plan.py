@@ -235,11 +235,8 @@ def _make_settings_record(plan: PreparationPlan, tokenizer: Any) -> dict[str, An
 
 
 def _make_source_record(source: Source) -> dict[str, Any]:
-    files = [file for name in source.data for file in source_files(name)]
-    digests = {name: _hash_file(name) for name in files}
+    digests = {}
+    for name in (file for one in source.data for file in source_files(one)):
+        with errors_as(DataError, f"{name} cannot be read", OSError), open(name, "rb") as file:
+            digests[name] = file_digest(file, "sha256").hexdigest()
     return {**asdict(source), "data": list(source.data), "subsets": list(source.subsets), "sha256": digests}
-
-
-def _hash_file(name: str) -> str:
-    with errors_as(DataError, f"{name} cannot be read", OSError), open(name, "rb") as file:
-        return file_digest(file, "sha256").hexdigest()
