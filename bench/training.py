@@ -114,16 +114,14 @@ def write_synthetic(folder: Path, length: int, context: int, merge_size: int) ->
     The ids form documents of `DOCUMENT` base ids, which are joined and cut into windows of `context`. Returns `folder`.
     """
     from mlx_zip.training.prepare.encoding import EncodedRecord, compress_window, cut_training_windows
-    from mlx_zip.training.prepare.shards import ShardWriter, make_codec_record, write_index
+    from mlx_zip.training.prepare.shards import make_codec_record, write_index, write_shard
 
     params = CodecParams(VOCAB, SLOTS, merge_size, range(VOCAB - 256, VOCAB), VOCAB - 1)
     documents = np.split(synthetic_ids(length, VOCAB), range(DOCUMENT, length, DOCUMENT))
     pieces = [EncodedRecord(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.int64), ()) for ids in documents]
-    writer = ShardWriter(folder, "shard-00000")
-    for window in cut_training_windows(pieces, context, True, ()):
-        ids, mask = compress_window(params, window)
-        writer.add(ids, mask, len(window.ids), window.n_bytes)
-    write_index(folder, {"codec": make_codec_record(params), "context": context, "shards": [writer.close()]})
+    samples = [compress_window(params, window) for window in cut_training_windows(pieces, context, True, ())]
+    shards = [write_shard(folder, "shard-00000", samples)]
+    write_index(folder, {"codec": make_codec_record(params), "context": context, "shards": shards})
     return folder
 
 

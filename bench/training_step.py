@@ -26,8 +26,8 @@ from mlx_zip.training.run import choose_stepper
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.starting_model import freeze_and_add_lora
 from mlx_zip.training.steps.batches import Batch, make_batch
-from mlx_zip.training.steps.forward_pass import Samples
-from mlx_zip.training.steps.objective import LossWeights, Trainee, make_samples
+from mlx_zip.training.steps.forward_pass import Arrays
+from mlx_zip.training.steps.objective import LossWeights, Trainee
 from mlx_zip.training.steps.stepper import LOW_PRECISION, is_compiled, make_optimizer, to_mlx_arrays
 
 from .recording import summarize_samples
@@ -111,12 +111,12 @@ def encoders_call(model: Any, settings: TrainSettings, batch: Batch) -> Callable
     These are input rows of entries that occur in inputs, and output rows of all entries. The call has the dtype of a
     step and is compiled like a step.
     """
-    samples = make_samples(to_mlx_arrays(batch))
+    arrays = to_mlx_arrays(batch)
     part = TrainablePart({name: model[name] for name in ("input_encoder", "output_encoder") if name in model})
     low = LOW_PRECISION[settings.dtype]
 
     def loss() -> mx.array:
-        rows = encode_rows_at_once(model, samples)
+        rows = encode_rows_at_once(model, arrays)
         return sum((r.astype(mx.float32).square().sum() for r in rows), mx.array(0.0))
 
     def lowered() -> mx.array:
@@ -130,15 +130,16 @@ def encoders_call(model: Any, settings: TrainSettings, batch: Batch) -> Callable
     return mx.compile(compute, inputs=[part.state], outputs=[part.state]) if is_compiled(settings) else compute
 
 
-def encode_rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
+def encode_rows_at_once(model: Any, arrays: Arrays) -> list[mx.array]:
     """Returns the rows that training's `encode_hyper_rows` returns, from one forward pass that keeps its activations.
 
     This is the minimum cost of the encoders.
     """
-    output = model.row_encoder(matrix_rows(model.head_matrix, samples.entries), samples.lengths)
+    entries, lengths, read = arrays["entries"], arrays["lengths"], arrays["read"]
+    output = model.row_encoder(matrix_rows(model.head_matrix, entries), lengths)
     if model.config.encoder.tie_encoders and model.traits.tied:
-        return [output[samples.read], output]
-    entries, lengths = samples.entries[samples.read], samples.lengths[samples.read]
+        return [output[read], output]
+    entries, lengths = entries[read], lengths[read]
     return [model.input_encoder(matrix_rows(model.model.embed_tokens, entries), lengths), output]
 
 

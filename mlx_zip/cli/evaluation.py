@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from mlx_zip.arguments import add_codebook_flags, add_limit_bytes_flag, add_separator_flag, add_trust_remote_code_flag
@@ -152,7 +151,6 @@ def run(args: argparse.Namespace) -> int:
             codebook_size=args.codebook_size,
             row_store=store,
             progress=True,
-            announce=lambda line: print(line, file=sys.stderr),
             runner=_make_torch_runner(args.engine) if engine_choice.is_torch_engine(args) else None,
         )
     print(evaluation_report.format_evaluation_table(record))

@@ -65,11 +65,9 @@ class Windows:
 
     def same_as(self, other: Windows) -> bool:
         """Returns whether two sets of windows have equal prefixes and equal base ids."""
-        return self.prefix == other.prefix and _have_equal_ids(self.windows, other.windows)
-
-
-def _have_equal_ids(a: Sequence[ScoredWindow], b: Sequence[ScoredWindow]) -> bool:
-    return len(a) == len(b) and all(np.array_equal(x.base_ids, y.base_ids) for x, y in zip(a, b, strict=True))
+        both = zip(self.windows, other.windows, strict=False)
+        same_ids = all(np.array_equal(mine.base_ids, theirs.base_ids) for mine, theirs in both)
+        return self.prefix == other.prefix and len(self.windows) == len(other.windows) and same_ids
 
 
 def cut_scored_windows(
@@ -155,39 +153,24 @@ class BitsResult:
         """Bits of all windows divided by bytes of all windows."""
         return float(self.bits.sum() / self.n_bytes.sum())
 
-    @property
-    def byte_perplexity(self) -> float:
-        """2 ** bits_per_byte."""
-        return 2.0**self.bits_per_byte
-
     @cached_property
     def standard_error(self) -> float | None:
         """Standard error of bits_per_byte over windows (see `ratio_standard_error`); None for a single window."""
         return ratio_standard_error(self.bits, self.n_bytes)
-
-    @property
-    def compression_rate(self) -> float:
-        """Number of ids divided by number of base ids: 1 without hypertokens, lower is better (zip2zip, A.1)."""
-        return self.ids / self.base_ids
-
-    @property
-    def hyper_share(self) -> float:
-        """Share of the ids that are hypertokens."""
-        return self.hypertokens / self.ids
 
     def record(self) -> dict[str, Any]:
         """Returns the figures by name, for a report; *_per_s: per second of compression and scoring."""
         return {
             "bits_per_byte": self.bits_per_byte,
             "bits_per_byte_standard_error": self.standard_error,
-            "byte_perplexity": self.byte_perplexity,
+            "byte_perplexity": 2.0**self.bits_per_byte,
             "windows": len(self.bits),
             "bytes": int(self.n_bytes.sum()),
             "base_ids": self.base_ids,
             "ids": self.ids,
-            "compression_rate": self.compression_rate,
+            "compression_rate": self.ids / self.base_ids,  # 1 without hypertokens, lower is better (zip2zip, A.1)
             "base_ids_per_id": self.base_ids / self.ids,
-            "hyper_share": self.hyper_share,
+            "hyper_share": self.hypertokens / self.ids,
             "hyper_mass": self.hyper_mass,
             "availability": self.availability,
             "seconds": self.seconds,

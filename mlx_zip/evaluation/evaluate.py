@@ -6,8 +6,9 @@ All inputs are read and checked before the first model is loaded: packs, texts, 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,25 +146,6 @@ class ModelRunner:
     load: Callable[..., tuple[Any, Any]]
 
 
-@dataclass
-class _EvaluationInputs:
-    """Everything that is read before a model is loaded. Later also holds the figures of the first model, the baseline.
-
-    folders: each model's folder, by the name that the user gave. context: maximum base ids per window. task_context:
-    maximum base ids per task request, None until known. manager: the harness's `TaskManager`, None without tasks.
-    """
-
-    folders: dict[str, Path]
-    pack: Pack | None
-    corpus: Corpus | None
-    context: int
-    task_context: int | None
-    windows: Windows | None = None
-    conversations: Sequence[Sequence[Prompt]] = field(default_factory=list)
-    manager: Any = None
-    baseline: BitsResult | None = None
-
-
 def evaluate(
     models: Sequence[str],
     options: EvaluationOptions,
@@ -172,221 +154,194 @@ def evaluate(
     codebook_size: int | None = None,
     row_store: RowStore | None = None,
     progress: bool = False,
-    announce: Callable[[str], None] = lambda line: None,
     runner: ModelRunner | None = None,
 ) -> dict[str, Any]:
     """Returns the record of all figures (see `make_evaluation_record`); the first model is the baseline of the others.
 
     models: folders, hub ids or bundled names. options: what to measure. pack: one pack or several to merge, each a path
     or a `Pack`, whose entries every codebook begins with; None for each model's own. codebook_size: maximum number of
-    hypertokens, None for each model's own. row_store: see `load`. progress: show progress on stderr. announce:
-    called once, before a model is loaded, with a line that says what will be measured. runner: None for MLX.
+    hypertokens, None for each model's own. row_store: see `load`. progress: show on stderr what will be measured, and
+    how far it is. runner: None for MLX.
 
     Raises `MlxZipError` if an input cannot be read or inputs do not fit together, mostly before any model is loaded.
     """
     _check_codebook_size(codebook_size)
     chosen = chosen_packs.read_packs(pack)
-    inputs = _read_evaluation_inputs(models, options, chosen, codebook_size)
     runner = ModelRunner("mlx", mx.default_device().type.name, load) if runner is None else runner
-    announce(_describe_evaluation(models, options, inputs, runner))
+    evaluation = _Evaluation(models, options, chosen, codebook_size, row_store, progress, runner)
+    if progress:
+        print(evaluation.describe(), file=sys.stderr)
     records = []
     for name in models:
-        records.append(_measure_model(name, options, inputs, codebook_size, row_store, progress, runner))
+        records.append(evaluation.measure_model(name))
         gc.collect()  # frees the model's memory before the next model is loaded
-    settings = {**options.record(), "context": inputs.context, "codebook_size": codebook_size, "engine": runner.name}
+    settings = {**options.record(), "context": evaluation.context}
+    settings |= {"codebook_size": codebook_size, "engine": runner.name}
     settings |= {"pack": None if chosen is None else list(chosen.by_name)}
     settings |= {"codebook_fingerprint": None if chosen is None else chosen.fingerprint}
     data = None
-    if inputs.corpus is not None and inputs.windows is not None:
-        data = {**inputs.corpus.record(), "altered_documents": inputs.windows.altered}
+    if evaluation.corpus is not None and evaluation.windows is not None:
+        data = {**evaluation.corpus.record(), "altered_documents": evaluation.windows.altered}
     return make_evaluation_record(records, settings, data)
 
 
-# ---- before the first model is loaded
+class _Evaluation:
+    """Everything that is read and checked before a model is loaded: also every model's config and tokenizer.
 
+    folders: each model's folder, by the name that the user gave. context: maximum base ids per window. task_context:
+    maximum base ids per task request, None until known. manager: the harness's `TaskManager`, None without tasks.
+    request_pack: the given pack without its tokenizer's fingerprint, which is checked already. baseline: figures of the
+    first model, None until measured.
+    """
 
-def _read_evaluation_inputs(
-    models: Sequence[str], options: EvaluationOptions, pack: Pack | None, codebook_size: int | None
-) -> _EvaluationInputs:
-    """Reads and checks all inputs of an evaluation: also every model's config and tokenizer, but not the weights."""
-    corpus = read_corpus(options.data, options.separator, options.limit_bytes) if options.data else None
-    prompts = None if options.prompts is None else read_prompts(options.prompts)
-    manager = benchmark.check_tasks(options.tasks, options.include_path, options.num_shots, options.limit, options.seed)
-    folders = {name: find_model_folder(name) for name in models}
-    context = (
-        options.context
-        if options.context is not None
-        else _default_context_length(read_model_config(folders[models[0]]))
-    )
-    inputs = _EvaluationInputs(folders, pack, corpus, context, options.context, manager=manager)
-    for number, name in enumerate(models):
-        tokenizer = load_tokenizer(folders[name], options.trust_remote_code)
-        if pack is not None:
-            pack.check_made_for(tokenizer)
-        _check_model_files(folders[name], codebook_size, pack)
-        if corpus is not None:
-            _cut_and_check_windows(inputs, corpus, tokenizer, name, models[0], options.fill_windows)
-        if number == 0 and options.generate is not None:
-            if prompts is None and corpus is not None:
-                prompts = document_openings(tokenizer, corpus.documents, options.opening)
-            inputs.conversations = make_conversations(
-                prompts or [], options.generate, options.turns, repeat=options.temp > 0
+    def __init__(
+        self,
+        models: Sequence[str],
+        options: EvaluationOptions,
+        pack: Pack | None,
+        codebook_size: int | None,
+        row_store: RowStore | None,
+        progress: bool,
+        runner: ModelRunner,
+    ) -> None:
+        self.models, self.options, self.pack, self.codebook_size = models, options, pack, codebook_size
+        self.row_store, self.progress, self.runner = row_store, progress, runner
+        self.request_pack = None if pack is None else replace(pack, tokenizer=None)
+        self.corpus = read_corpus(options.data, options.separator, options.limit_bytes) if options.data else None
+        prompts = None if options.prompts is None else read_prompts(options.prompts)
+        self.manager = benchmark.check_tasks(
+            options.tasks, options.include_path, options.num_shots, options.limit, options.seed
+        )
+        self.folders = {name: find_model_folder(name) for name in models}
+        default = _default_context_length(read_model_config(self.folders[models[0]]))
+        self.context, self.task_context = default if options.context is None else options.context, options.context
+        self.windows: Windows | None = None
+        self.conversations: Sequence[Sequence[Prompt]] = []
+        self.baseline: BitsResult | None = None
+        for number, name in enumerate(models):
+            folder = self.folders[name]
+            tokenizer = load_tokenizer(folder, options.trust_remote_code)
+            if pack is not None:
+                pack.check_made_for(tokenizer)
+            _check_model_files(folder, codebook_size, pack)
+            if self.corpus is not None:
+                self._cut_and_check_windows(self.corpus, tokenizer, name, models[0])
+            if number == 0 and options.generate is not None:
+                if prompts is None and self.corpus is not None:
+                    prompts = document_openings(tokenizer, self.corpus.documents, options.opening)
+                self.conversations = make_conversations(
+                    prompts or [], options.generate, options.turns, repeat=options.temp > 0
+                )
+            check_prompts_fit(folder, tokenizer, self.conversations, codebook_size, pack)
+
+    def _cut_and_check_windows(self, corpus: Corpus, tokenizer: Any, name: str, first: str) -> None:
+        """Cuts the text into windows with a model's tokenizer, and keeps the first model's windows.
+
+        name: the model's name. first: the first model's name. Raises `DataError` if the windows of the two differ.
+        """
+        windows = cut_scored_windows(tokenizer, corpus.documents, self.context, self.options.fill_windows)
+        if self.windows is None:
+            self.windows = windows
+        elif not windows.same_as(self.windows):
+            raise DataError(
+                f"{name} has another tokenizer than {first}, so their windows are not the same text; "
+                "evaluate each model separately: bits per byte of whole documents can still be compared"
             )
-        check_prompts_fit(folders[name], tokenizer, inputs.conversations, codebook_size, pack)
-    return inputs
+        positions = read_model_config(self.folders[name]).get("max_position_embeddings")
+        check_context_fits("windows", windows.longest, positions if isinstance(positions, int) else None)
+
+    def describe(self) -> str:
+        """Returns a line of text that says what will be measured."""
+        options, models = self.options, self.models
+        parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
+        if self.corpus is not None and self.windows is not None:
+            parts.append(
+                f"text: {pluralize(self.corpus.n_bytes, 'byte')} in "
+                f"{pluralize(len(self.corpus.documents), 'document')}, "
+                f"{pluralize(len(self.windows.windows), 'window')} of at most {self.context:,} base ids"
+            )
+        if options.generate is not None:
+            parts.append(
+                f"generation: {pluralize(options.generate, 'conversation')} of {pluralize(options.turns, 'turn')}, at "
+                f"most {options.max_tokens:,} base tokens per turn"
+            )
+        if options.tasks:
+            parts.append(f"tasks: {', '.join(options.tasks)}")
+        parts.append(f"engine: {self.runner.name}; device: {self.runner.device}")
+        return "; ".join(parts)
+
+    def measure_model(self, name: str) -> dict[str, Any]:
+        """Loads a model and returns all its figures."""
+        model, tokenizer = self._load_model(self.folders[name])
+        if self.pack is not None and has_hypertokens(model):
+            chosen_packs.check_pack_fits(self.pack, model, tokenizer)
+        if self.task_context is None:
+            self.task_context = context_limit(model) or LARGEST_DEFAULT_CONTEXT
+        record: dict[str, Any] = {"model": name, "kind": "plain"}
+        if has_hypertokens(model):
+            record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
+            record |= {"canonical": model.config.canonical, **chosen_packs.pack_record(self.pack, model)}
+        if self.windows is not None:
+            record["text"] = self._measure_bits(name, model, self.windows)
+        if self.options.generate is not None:
+            record["generation"] = self._measure_rates(name, model, tokenizer)
+        if self.options.tasks:
+            record["tasks"] = self._run_tasks(model, tokenizer)
+        if scores_itself(model):
+            model.close()
+        return record
+
+    def _load_model(self, folder: Path) -> tuple[Any, Any]:
+        """Loads a model and its tokenizer. A plain model gets the pack only if the pack's rows were tuned for it."""
+        loading = {
+            "trust_remote_code": self.options.trust_remote_code,
+            "canonical": self.options.canonical,
+            "row_store": self.row_store,
+        }
+        plain = is_plain_model(str(folder))
+        chosen = chosen_packs.pack_load_options(self.pack, self.codebook_size, plain)
+        if not plain:
+            return self.runner.load(folder, **loading, **chosen)
+        loaded = self.runner.load(folder, **loading)
+        rows = None if chosen["pack"] is None else chosen["pack"].rows
+        if rows is None or rows.plain is None:
+            return loaded
+        own = loaded[0].fingerprint if scores_itself(loaded[0]) else compute_model_fingerprint(loaded[0])
+        return self.runner.load(folder, **loading, **chosen) if rows.model == own else loaded
+
+    def _measure_bits(self, name: str, model: Any, windows: Windows) -> dict[str, Any]:
+        """Returns a model's bits per byte; for all but the first model with differences from the first."""
+        options = self.options
+        with ProgressBar(len(windows.windows), "window", name, shown=self.progress) as step:
+            bits = measure_bits(model, windows, options.batch_size, options.availability, self.request_pack, step)
+        if self.baseline is None:
+            self.baseline = bits
+            return bits.record()
+        return bits.record() | compare_bits(bits, self.baseline)
+
+    def _measure_rates(self, name: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+        names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
+        given = {option: getattr(self.options, option) for option in names}
+        settings = RateSettings(**given, stop=tuple(self.options.stop), pack=self.request_pack)
+        with ProgressBar(len(self.conversations) * self.options.turns, "turn", name, shown=self.progress) as step:
+            return measure_rates(model, tokenizer, self.conversations, settings, step).record()
+
+    def _run_tasks(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
+        given = {name: getattr(self.options, name) for name in (*names, "batch_size", "border")}
+        given |= {"manager": self.manager, "pack": self.request_pack, "context": self.task_context}
+        return benchmark.run_tasks(model, tokenizer, self.options.tasks, **given)
+
+
+# ---- checks before a model is loaded, so that hours of measuring do not end in an error
 
 
 def _default_context_length(config: Mapping[str, Any]) -> int:
     inner = config.get("text_config")
     nested = inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None
     positions = config.get("max_position_embeddings", nested)
-    return (
-        min(LARGEST_DEFAULT_CONTEXT, positions)
-        if isinstance(positions, int) and positions > 0
-        else LARGEST_DEFAULT_CONTEXT
-    )
-
-
-def _cut_and_check_windows(
-    inputs: _EvaluationInputs, corpus: Corpus, tokenizer: Any, name: str, first: str, fill_windows: bool
-) -> None:
-    """Cuts the text into windows with a model's tokenizer. Stores the first model's windows in `inputs`.
-
-    name: the model's name. first: the first model's name. Raises `DataError` if the windows of the two models differ.
-    """
-    windows = cut_scored_windows(tokenizer, corpus.documents, inputs.context, fill_windows)
-    if inputs.windows is None:
-        inputs.windows = windows
-    elif not windows.same_as(inputs.windows):
-        raise DataError(
-            f"{name} has another tokenizer than {first}, so their windows are not the same text; "
-            "evaluate each model separately: bits per byte of whole documents can still be compared"
-        )
-    positions = read_model_config(inputs.folders[name]).get("max_position_embeddings")
-    check_context_fits("windows", windows.longest, positions if isinstance(positions, int) else None)
-
-
-def _describe_evaluation(
-    models: Sequence[str], options: EvaluationOptions, inputs: _EvaluationInputs, runner: ModelRunner
-) -> str:
-    parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
-    if inputs.corpus is not None and inputs.windows is not None:
-        parts.append(
-            f"text: {pluralize(inputs.corpus.n_bytes, 'byte')} in "
-            f"{pluralize(len(inputs.corpus.documents), 'document')}, "
-            f"{pluralize(len(inputs.windows.windows), 'window')} of at most {inputs.context:,} base ids"
-        )
-    if options.generate is not None:
-        parts.append(
-            f"generation: {pluralize(options.generate, 'conversation')} of {pluralize(options.turns, 'turn')}, at most "
-            f"{options.max_tokens:,} base tokens per turn"
-        )
-    if options.tasks:
-        parts.append(f"tasks: {', '.join(options.tasks)}")
-    parts.append(f"engine: {runner.name}; device: {runner.device}")
-    return "; ".join(parts)
-
-
-# ---- one model
-
-
-def _measure_model(
-    name: str,
-    options: EvaluationOptions,
-    inputs: _EvaluationInputs,
-    codebook_size: int | None,
-    row_store: RowStore | None,
-    progress: bool,
-    runner: ModelRunner,
-) -> dict[str, Any]:
-    model, tokenizer = _load_model_to_evaluate(
-        inputs.folders[name], options, inputs.pack, codebook_size, row_store, runner
-    )
-    if inputs.pack is not None and has_hypertokens(model):
-        chosen_packs.check_pack_fits(inputs.pack, model, tokenizer)
-    if inputs.task_context is None:
-        inputs.task_context = context_limit(model) or LARGEST_DEFAULT_CONTEXT
-    record: dict[str, Any] = {"model": name, "kind": "plain"}
-    if has_hypertokens(model):
-        record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
-        record |= {"canonical": model.config.canonical, **chosen_packs.pack_record(inputs.pack, model)}
-    if inputs.windows is not None:
-        record["text"] = _measure_model_bits(name, model, options, inputs, progress)
-    if options.generate is not None:
-        record["generation"] = _measure_model_rates(name, model, tokenizer, options, inputs, progress)
-    if options.tasks:
-        record["tasks"] = _run_model_tasks(model, tokenizer, options, inputs)
-    if scores_itself(model):
-        model.close()
-    return record
-
-
-def _load_model_to_evaluate(
-    folder: Path,
-    options: EvaluationOptions,
-    pack: Pack | None,
-    codebook_size: int | None,
-    row_store: RowStore | None,
-    runner: ModelRunner,
-) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer. A plain model gets the pack only if the pack's rows were tuned for it."""
-    loading = {
-        "trust_remote_code": options.trust_remote_code,
-        "canonical": options.canonical,
-        "row_store": row_store,
-    }
-    plain = is_plain_model(str(folder))
-    chosen = chosen_packs.pack_load_options(pack, codebook_size, plain)
-    if not plain:
-        return runner.load(folder, **loading, **chosen)
-    loaded = runner.load(folder, **loading)
-    rows = None if chosen["pack"] is None else chosen["pack"].rows
-    if rows is None or rows.plain is None:
-        return loaded
-    own = loaded[0].fingerprint if scores_itself(loaded[0]) else compute_model_fingerprint(loaded[0])
-    return runner.load(folder, **loading, **chosen) if rows.model == own else loaded
-
-
-def _pack_for_requests(inputs: _EvaluationInputs) -> Pack | None:
-    """Returns the given pack without its tokenizer's fingerprint, which is checked already; None if none was given."""
-    return None if inputs.pack is None else replace(inputs.pack, tokenizer=None)
-
-
-def _measure_model_bits(
-    name: str, model: Any, options: EvaluationOptions, inputs: _EvaluationInputs, progress: bool
-) -> dict[str, Any]:
-    """Measures a model's bits per byte; returns the figures, for all but the first model with differences from it."""
-    assert inputs.windows is not None
-    with ProgressBar(len(inputs.windows.windows), "window", name, shown=progress) as step:
-        bits = measure_bits(
-            model, inputs.windows, options.batch_size, options.availability, _pack_for_requests(inputs), step
-        )
-    if inputs.baseline is None:
-        inputs.baseline = bits
-        return bits.record()
-    return bits.record() | compare_bits(bits, inputs.baseline)
-
-
-def _measure_model_rates(
-    name: str, model: Any, tokenizer: Any, options: EvaluationOptions, inputs: _EvaluationInputs, progress: bool
-) -> dict[str, Any]:
-    names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
-    given = {option: getattr(options, option) for option in names}
-    settings = RateSettings(**given, stop=tuple(options.stop), pack=_pack_for_requests(inputs))
-    with ProgressBar(len(inputs.conversations) * options.turns, "turn", name, shown=progress) as step:
-        return measure_rates(model, tokenizer, inputs.conversations, settings, step).record()
-
-
-def _run_model_tasks(
-    model: Any, tokenizer: Any, options: EvaluationOptions, inputs: _EvaluationInputs
-) -> dict[str, Any]:
-    names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
-    given = {name: getattr(options, name) for name in (*names, "batch_size", "border")}
-    given |= {"manager": inputs.manager, "pack": _pack_for_requests(inputs), "context": inputs.task_context}
-    return benchmark.run_tasks(model, tokenizer, options.tasks, **given)
-
-
-# ---- checks before a model is loaded, so that hours of measuring do not end in an error
+    fits = isinstance(positions, int) and positions > 0
+    return min(LARGEST_DEFAULT_CONTEXT, positions) if fits else LARGEST_DEFAULT_CONTEXT
 
 
 def _check_codebook_size(size: int | None) -> None:

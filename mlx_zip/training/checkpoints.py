@@ -101,16 +101,15 @@ def list_checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 
 def load_last_checkpoint(run: Path, trainee: nn.Module, optimizer: optim.Optimizer, fingerprint: str) -> Progress:
-    """Restores the last checkpoint of a run with `load_checkpoint`; returns `Progress()` if there is no checkpoint."""
-    found = list_checkpoints(run)
-    return load_checkpoint(found[-1][1], trainee, optimizer, fingerprint) if found else Progress()
+    """Restores weights, optimizer and random state from a run's last checkpoint, and returns the run's progress.
 
-
-def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, fingerprint: str) -> Progress:
-    """Restores weights, optimizer and random state from a checkpoint, and returns its progress.
-
-    fingerprint: this run's fingerprint. Raises `TrainingError` if the checkpoint cannot be read or does not fit.
+    Returns `Progress()` if there is no checkpoint. fingerprint: this run's fingerprint. Raises `TrainingError` if the
+    checkpoint cannot be read or does not fit.
     """
+    found = list_checkpoints(run)
+    if not found:
+        return Progress()
+    path = found[-1][1]
     try:
         state = read_json_object(path / STATE_FILE)
         for file in (TRAINED_FILE, OPTIMIZER_FILE):
@@ -214,8 +213,3 @@ def set_random_key(key: mx.array) -> None:
     halves: Any = key.tolist()
     high, low = halves
     mx.random.seed(high << 32 | low)
-
-
-def progress_counts(progress: Progress) -> mx.array:
-    """Returns all fields except `seconds`, int64 [5], to send to other machines."""
-    return mx.array(list(vars(progress).values())[:-1], mx.int64)

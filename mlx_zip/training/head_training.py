@@ -12,6 +12,7 @@ probabilities is the product of the head's state and the mean output row.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,7 @@ from mlx_zip.training.prepare.shards import can_have_entries
 from mlx_zip.training.settings import ADAPTER, RunOptions, TrainSettings
 from mlx_zip.training.steps.batches import Batch
 from mlx_zip.training.steps.forward_pass import encode_hyper_rows, run_forward_pass
-from mlx_zip.training.steps.objective import CLOSED_LOGIT, LossWeights, Trainee, make_samples, separate_pack
-from mlx_zip.training.trainer import Trainer
+from mlx_zip.training.steps.objective import CLOSED_LOGIT, LossWeights, Trainee, separate_pack
 
 Arrays = dict[str, mx.array]
 
@@ -54,11 +54,13 @@ class _Taught:
 
 
 class HeadTrainee(Trainee):
-    """A frozen model and the draft head that is trained.
+    """A frozen model and the draft head that is trained. The loss is not a text's likelihood.
 
     size: width inside the head. depth: number of guesses in a row. pack: the pack with tuned rows that samples begin
     with, or None. Raises `ModelError` if the model cannot have a head.
     """
+
+    loss_is_of_text = False
 
     def __init__(self, model: Any, size: int, depth: int = DEPTH, pack: Pack | None = None) -> None:
         super().__init__(model, LossWeights())
@@ -101,6 +103,12 @@ class HeadTrainee(Trainee):
         sums = {"nats": nats, "count": arrays["weights"][:, 1:].sum()}
         return sums if self.training else {**sums, "accepted": accepted}
 
+    def validation_figures(self, sums: Mapping[str, float]) -> tuple[dict[str, float], str]:
+        """Returns a validation's figures, for the log and as text: nats per guess, accepted ids per position."""
+        count = max(sums["count"], 1)
+        line = {"val_loss": sums["nats"] / count, "val_accepted_ids": sums["accepted"] / count}
+        return line, f"validation: {line['val_accepted_ids']:.3f} proposed ids accepted per pass"
+
     def _compute_teaching_signal(self, arrays: Arrays, long: bool) -> _Taught:
         headed, vocab = self._headed, self._headed.vocab_size
         h, rows = self._run_to_last_layer(arrays, long)
@@ -119,13 +127,12 @@ class HeadTrainee(Trainee):
         """Returns the last layer's output [B, L, D], and output rows [B, K, D] of slots (None for a plain model)."""
         if not isinstance(self.model, Model):
             return self.model.model(arrays["inputs"]), None
-        samples = make_samples(arrays, long)
-        encoded = encode_hyper_rows(self.model, samples)
+        encoded = encode_hyper_rows(self.model, arrays)
         if self._pack is not None and self._pack.rows is not None:
             own = [mx.array(rows.astype(np.float32)) for rows in (self._pack.rows.input, self._pack.rows.output)]
             encoded = mx.concatenate([own[0], encoded[0]]), mx.concatenate([own[1], encoded[1]])
-        h = run_forward_pass(self.model, samples, encoded).hidden
-        return h, encoded[1][samples.slots].astype(h.dtype)
+        h = run_forward_pass(self.model, arrays, encoded, long).hidden
+        return h, encoded[1][arrays["slots"]].astype(h.dtype)
 
     def _draft_logits(self, state: mx.array, rows: mx.array | None, arrays: Arrays, depth: int) -> list[mx.array]:
         """Returns float32 logits [B, L - depth, V] of base ids and, if `rows` are given, [B, L - depth, K] of slots."""
@@ -161,22 +168,6 @@ def _canonical_probabilities(shares: mx.array, arrays: Arrays) -> mx.array:
 
 
 # ---- a run
-
-
-class HeadTrainer(Trainer):
-    """A run that trains a draft head. The loss is not a text's likelihood, so no bits per byte are reported."""
-
-    loss_is_of_text = False
-
-    def describe_validation(self, line: dict[str, float]) -> str:
-        """Returns the figures of `measure_validation` as text. line: result of `measure_validation`."""
-        return f"validation: {line['val_accepted_ids']:.3f} proposed ids accepted per pass"
-
-    def measure_validation(self) -> dict[str, float]:
-        """Measures the head on `validation_batches`: loss in nats per guess, and accepted ids per position."""
-        sums = self.sum_validation_losses()
-        count = max(sums["count"], 1)
-        return {"val_loss": sums["nats"] / count, "val_accepted_ids": sums["accepted"] / count}
 
 
 def check_head_options(options: RunOptions, settings: TrainSettings) -> None:

@@ -125,7 +125,7 @@ def tune_pack(
         outcome = trainer.train()
         if outcome.progress.step < settings.iters:
             return TuningResult(None, outcome, before, None)
-        after = trainer.measure_validation()["val_bits_per_byte"]
+        after = trainer.measure_validation()[0]["val_bits_per_byte"]
     codec = codec_for_tuned_pack(params, model.config.position_mode) if plain else None
     output = np.array(trainee.output_rows).astype(save_dtype)
     read = output if model.sides_are_one else np.array(trainee.pack_input_rows).astype(save_dtype)
@@ -156,7 +156,7 @@ def _bits_before_training(trainer: Trainer, first: Any, run: Path) -> float:
             return line["val_bits_per_byte"]
     now = trainer.trainee.trainable_parameters()
     trainer.trainee.update(first)
-    found = trainer.measure_validation()
+    found, _ = trainer.measure_validation()
     trainer.trainee.update(now)
     MetricsLog(run, trainer.progress.step).add(step=0, **found)
     return found["val_bits_per_byte"]

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +25,6 @@ from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.checkpoints import hash_trained_weights, list_checkpoints, load_trained_weights
 from mlx_zip.training.head_training import (
     HeadTrainee,
-    HeadTrainer,
     check_head_data_fits,
     check_head_options,
     freeze_model,
@@ -65,67 +63,16 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     `ModelError` if options, data or model are invalid or do not fit together.
     """
     group = mx.distributed.init()
-    start = run_on_all_machines(group, lambda: _load_run_inputs(options, settings, first=group.rank() == 0))
-    facts = json.dumps([start.fingerprint, start.record["data"]])
+    run = run_on_all_machines(group, lambda: _Run(options, settings, first=group.rank() == 0))
+    facts = json.dumps([run.fingerprint, run.record["data"]])
     raise_unless_machines_agree(group, facts, "model, data or settings")
-    held_out = sum_over_machines(group, start.held_out)[0]  # the first machine's count
-    data, valid = split_held_out(start.data, held_out, settings.seed)
+    held_out = sum_over_machines(group, run.held_out)[0]  # the first machine's count
+    run.data, held_out_data = split_held_out(run.data, held_out, settings.seed)
+    run.valid = run.valid or held_out_data
     lock = lock_run_folder(options.out) if group.rank() == 0 else nullcontext()
     with ExitStack() as stack:
         run_on_all_machines(group, lambda: stack.enter_context(lock))
-        return _train_and_save(group, options, settings, replace(start, data=data, valid=start.valid or valid), quiet)
-
-
-def _train_and_save(
-    group: mx.distributed.Group, options: RunOptions, settings: TrainSettings, start: _RunInputs, quiet: bool
-) -> Outcome:
-    """Trains the model in `start`, and saves the result if all steps are done. start: from `_load_run_inputs`."""
-    trainee = _make_trainee(start, settings)
-    if options.init_from is not None and not list_checkpoints(options.out):
-        load_trained_weights(options.init_from, trainee)
-    if settings.grad_checkpoint and options.engine == "mlx":
-        recompute_activations(start.model.layers)
-    first = group.rank() == 0
-    services = ReportServices(options, settings) if first and options.report_to else None
-    observe = services.send if services else lambda line: None
-    mark, quiet = start.run_fingerprint, quiet or not first
-    steps = choose_stepper(options.engine, start.config)
-    kind = HeadTrainer if settings.draft_head else Trainer
-    trainer = kind(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe, steps)
-    if not quiet and sys.stderr is not None:
-        trained = "a draft head" if settings.draft_head else settings.fine_tune_type
-        what = f"{options.model or options.scratch} ({trained})"
-        print(*run_header_lines(trainer, what), sep="\n", file=sys.stderr)
-    from_model = trainer.loss_is_of_text and options.scratch is None
-    if trainer.valid is not None and not trainer.progress.step and from_model:
-        line = {"step": 0, "base_bits_per_byte": measure_base_bits(trainer)}
-        run_on_all_machines(group, lambda: trainer.log_once(line))
-    unfinished = trainer.progress.step < settings.iters
-    outcome = trainer.train()
-    if outcome.progress.step >= settings.iters and first:
-        if unfinished and not quiet and trainer.loss_is_of_text:
-            print(*run_summary_lines(trainer, options), sep="\n", file=sys.stderr)
-        _save_trained_model(options, settings, start, outcome, trainee)
-    return outcome
-
-
-def _make_trainee(start: _RunInputs, settings: TrainSettings) -> Trainee:
-    if settings.draft_head:
-        return make_head_trainee(start.model, start.folder, start.data.params, settings)
-    if settings.pack_rows:
-        return PackAndModelTrainee(start.model, len(start.data.params.start or ()))
-    return Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
-
-
-def _check_pack_rows_trainable(model: Any, data: JoinedFolders, folder: Path | None) -> None:
-    """Raises `TrainingError` if rows of a pack cannot be trained, or would replace rows in the model's folder."""
-    if not data.params.start or not isinstance(model, Model):
-        raise TrainingError("--pack-rows needs data that were prepared with --pack, and without --start-draw")
-    if folder is not None and (folder / IN_FOLDER).exists():
-        raise TrainingError(
-            f"{folder / IN_FOLDER} has trained rows already, which --pack-rows would replace: begin with the run that "
-            "made them (--init-from), or delete the file"
-        )
+        return run.train(group, quiet)
 
 
 def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
@@ -139,80 +86,151 @@ def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]
     return partial(TorchStepper, config=config)
 
 
-@dataclass(frozen=True)
-class _RunInputs:
-    """The loaded and checked inputs of a run.
+class _Run:
+    """A run whose inputs are loaded and checked. first: whether this is the first machine, which writes the files.
 
     config: the model's config.json. folder: the model's folder or, from scratch, the tokenizer's. data, valid: samples
-    to train and to validate on. record: see `open_run_folder`. fingerprint: fingerprint of this command.
-    run_fingerprint: fingerprint of the run in the folder, which may have begun with fewer steps. held_out: on the first
-    machine, number of samples of `data` to hold out; 0 on the others. dtype: floating-point type of the saved weights.
+    to train and to validate on. dtype: floating-point type of the saved weights. record: see `open_run_folder`.
+    fingerprint: fingerprint of this command. run_fingerprint: fingerprint of the run in the folder, which may have
+    begun with fewer steps. held_out: on the first machine, number of samples of `data` to hold out; 0 on the others.
     """
 
-    model: Any
-    config: dict[str, Any]
-    tokenizer: Any
-    folder: Path
-    data: JoinedFolders
-    valid: JoinedFolders | None
-    record: dict[str, Any]
-    fingerprint: str
-    run_fingerprint: str
-    held_out: int
-    dtype: str
+    def __init__(self, options: RunOptions, settings: TrainSettings, first: bool) -> None:
+        options.check()
+        if settings.draft_head:
+            check_head_options(options, settings)
+        check_report_services(options.report_to)
+        check_data_prepared(options)
+        self.options, self.settings = options, settings
+        self.data = JoinedFolders(options.data)
+        check_length_and_mask(options, self.data)
+        self.valid = JoinedFolders(options.valid) if options.valid else None
+        if self.valid is not None and self.valid.params != self.data.params:
+            raise DataError(f"{self.valid} was prepared for another codec than {self.data}")
+        self._load_model()
+        check_enough_samples(self.data, self.valid, settings)
+        self._open_folder(first)
 
+    def _load_model(self) -> None:
+        options, settings, params = self.options, self.settings, self.data.params
+        folder = None if options.model is None else find_model_folder(options.model)
+        tokenizer_folder = options.tokenizer or folder
+        if tokenizer_folder is None:
+            raise TrainingError("--from-scratch needs --tokenizer")
+        self.folder = folder or Path(tokenizer_folder)
+        self.tokenizer = load_tokenizer(Path(tokenizer_folder))
+        for part in (*self.data.parts, *(self.valid.parts if self.valid else ())):
+            _check_same_tokenizer(part, self.tokenizer, tokenizer_folder)
+        mx.random.seed(settings.seed)
+        scratch = None if options.scratch is None else read_json_object(options.scratch, raises=TrainingError)
+        if settings.draft_head and folder is not None:
+            check_head_data_fits(is_plain_model(str(folder)), params)
+        model, self.config = make_starting_model(folder, scratch, params, options.encoder, options.canonical)
+        _check_vocabulary_and_context(self.config, self.data, len(self.tokenizer))
+        if settings.pack_rows:
+            _check_pack_rows_trainable(model, self.data, folder)
+        if options.save == ADAPTER:
+            check_adapter_savable(model, self.config, settings, from_scratch=folder is None)
+        self.dtype = options.save_dtype or default_save_dtype(model)
+        if settings.draft_head:
+            model = freeze_model(model, settings)
+        else:
+            freeze_and_add_lora(model, settings)
+        self.model: Any = model
 
-def _load_run_inputs(options: RunOptions, settings: TrainSettings, first: bool) -> _RunInputs:
-    """Loads and checks the inputs of a run. first: whether this is the first machine, which writes the files."""
-    options.check()
-    if settings.draft_head:
-        check_head_options(options, settings)
-    check_report_services(options.report_to)
-    check_data_prepared(options)
-    data = JoinedFolders(options.data)
-    check_length_and_mask(options, data)
-    valid = JoinedFolders(options.valid) if options.valid else None
-    if valid is not None and valid.params != data.params:
-        raise DataError(f"{valid} was prepared for another codec than {data}")
-    folder = None if options.model is None else find_model_folder(options.model)
-    tokenizer_folder = options.tokenizer or folder
-    if tokenizer_folder is None:
-        raise TrainingError("--from-scratch needs --tokenizer")
-    tokenizer = load_tokenizer(Path(tokenizer_folder))
-    for part in (*data.parts, *(valid.parts if valid else ())):
-        _check_same_tokenizer(part, tokenizer, tokenizer_folder)
-    mx.random.seed(settings.seed)
-    scratch = None if options.scratch is None else read_json_object(options.scratch, raises=TrainingError)
-    if settings.draft_head and folder is not None:
-        check_head_data_fits(is_plain_model(str(folder)), data.params)
-    model, config = make_starting_model(folder, scratch, data.params, options.encoder, options.canonical)
-    _check_vocabulary_and_context(config, data, len(tokenizer))
-    if settings.pack_rows:
-        _check_pack_rows_trainable(model, data, folder)
-    if options.save == ADAPTER:
-        check_adapter_savable(model, config, settings, from_scratch=folder is None)
-    dtype = options.save_dtype or default_save_dtype(model)
-    if settings.draft_head:
-        model = freeze_model(model, settings)
-    else:
-        freeze_and_add_lora(model, settings)
-    check_enough_samples(data, valid, settings)
-    begun = read_begun_run(options.out)
-    record = _make_train_run_record(options, settings, data, begun)
-    mark = run_mark = fingerprint_run(model, config, record["fixed"])
-    held_out = 0
-    if first:
+    def _open_folder(self, first: bool) -> None:
+        """Makes the record and the fingerprints and, on the first machine, makes or continues the run's folder."""
+        options, iters = self.options, self.settings.iters
+        begun = read_begun_run(options.out)
+        self.record = _make_train_run_record(options, self.settings, self.data, begun)
+        self.fingerprint = self.run_fingerprint = fingerprint_run(self.model, self.config, self.record["fixed"])
+        self.held_out = 0
+        if not first:
+            return
         share = _choose_valid_share(options, begun)
-        held_out = count_held_out(data, share, settings.batch_size)
-        run_record = {**record, "valid_share": share} if share else record
-        if begun is not None and _continues_with_more_steps(options.out, begun, settings.iters):
-            run_record = _replace_iters(run_record, begun.iters)
-            run_mark = fingerprint_run(model, config, run_record["fixed"])
-        open_run_folder(options.out, run_record, run_mark)
-        if begun is not None and settings.iters != begun.raised_to:
-            record_more_iters(options.out, settings.iters)
-    origin = folder or Path(tokenizer_folder)
-    return _RunInputs(model, config, tokenizer, origin, data, valid, record, mark, run_mark, held_out, dtype)
+        self.held_out = count_held_out(self.data, share, self.settings.batch_size)
+        record = {**self.record, "valid_share": share} if share else self.record
+        if begun is not None and _continues_with_more_steps(options.out, begun, iters):
+            fixed = record["fixed"]
+            record = {**record, "fixed": {**fixed, "settings": {**fixed["settings"], "iters": begun.iters}}}
+            self.run_fingerprint = fingerprint_run(self.model, self.config, record["fixed"])
+        open_run_folder(options.out, record, self.run_fingerprint)
+        if begun is not None and iters != begun.raised_to:
+            record_more_iters(options.out, iters)
+
+    def train(self, group: mx.distributed.Group, quiet: bool) -> Outcome:
+        """Trains the model, and saves the result if all steps are done."""
+        options, settings, first = self.options, self.settings, group.rank() == 0
+        trainee = self._make_trainee()
+        if options.init_from is not None and not list_checkpoints(options.out):
+            load_trained_weights(options.init_from, trainee)
+        if settings.grad_checkpoint and options.engine == "mlx":
+            recompute_activations(self.model.layers)
+        services = ReportServices(options, settings) if first and options.report_to else None
+        quiet = quiet or not first
+        steps = choose_stepper(options.engine, self.config)
+        mark = self.run_fingerprint
+        trainer = Trainer(trainee, self.data, settings, options.out, mark, self.valid, quiet, services, steps)
+        if not quiet and sys.stderr is not None:
+            trained = "a draft head" if settings.draft_head else settings.fine_tune_type
+            what = f"{options.model or options.scratch} ({trained})"
+            print(*run_header_lines(trainer, what), sep="\n", file=sys.stderr)
+        from_model = trainee.loss_is_of_text and options.scratch is None
+        if trainer.valid is not None and not trainer.progress.step and from_model:
+            line = {"step": 0, "base_bits_per_byte": measure_base_bits(trainer)}
+            run_on_all_machines(group, lambda: trainer.log_once(line))
+        unfinished = trainer.progress.step < settings.iters
+        outcome = trainer.train()
+        if outcome.progress.step >= settings.iters and first:
+            if unfinished and not quiet and trainee.loss_is_of_text:
+                print(*run_summary_lines(trainer, options), sep="\n", file=sys.stderr)
+            self._save(outcome, trainee)
+        return outcome
+
+    def _make_trainee(self) -> Trainee:
+        settings, params = self.settings, self.data.params
+        if settings.draft_head:
+            return make_head_trainee(self.model, self.folder, params, settings)
+        if settings.pack_rows:
+            return PackAndModelTrainee(self.model, len(params.start or ()))
+        return Trainee(self.model, LossWeights(settings.reconstruction, settings.token_type))
+
+    def _save(self, outcome: Outcome, trainee: Trainee) -> None:
+        options, params = self.options, self.data.params
+        if isinstance(trainee, HeadTrainee):
+            save_head(options, trainee)
+            return
+        rows: dict[str, mx.array] = {}
+        if isinstance(trainee, PackAndModelTrainee):
+            rows = trainee.trained_pack_rows(params.start or (), params)
+        if options.save == ADAPTER:
+            place = expand_home(str(options.model))
+            base = str(place.resolve()) if place.is_dir() else str(options.model)
+            save_adapter_folder(options.out / ADAPTER, self.model, base, self.settings, self.dtype, rows)
+            return
+        source = {**self.record["fixed"], **vars(outcome.progress)}
+        save_model_folder(
+            options.out / MODEL,
+            self.model,
+            self.config,
+            self.tokenizer,
+            source,
+            self.dtype,
+            self.folder,
+            options.adapted_bits,
+            rows,
+        )
+
+
+def _check_pack_rows_trainable(model: Any, data: JoinedFolders, folder: Path | None) -> None:
+    """Raises `TrainingError` if rows of a pack cannot be trained, or would replace rows in the model's folder."""
+    if not data.params.start or not isinstance(model, Model):
+        raise TrainingError("--pack-rows needs data that were prepared with --pack, and without --start-draw")
+    if folder is not None and (folder / IN_FOLDER).exists():
+        raise TrainingError(
+            f"{folder / IN_FOLDER} has trained rows already, which --pack-rows would replace: begin with the run that "
+            "made them (--init-from), or delete the file"
+        )
 
 
 def _choose_valid_share(options: RunOptions, begun: BegunRun | None) -> float:
@@ -247,44 +265,10 @@ def _continues_with_more_steps(out: Path, begun: BegunRun, iters: int) -> bool:
     raise TrainingError(f"{out} holds another run (iters {begun.raised_to}; {rule}); choose another --out")
 
 
-def _replace_iters(record: dict[str, Any], iters: int) -> dict[str, Any]:
-    fixed = record["fixed"]
-    return {**record, "fixed": {**fixed, "settings": {**fixed["settings"], "iters": iters}}}
-
-
 def _check_same_tokenizer(part: PreparedShards, tokenizer: Any, folder: str | Path) -> None:
     made_with = (part.index.get("tokenizer") or {}).get("fingerprint")
     if made_with is not None and made_with != tokenizer_fingerprint(tokenizer):
         raise DataError(f"{part.folder} was prepared with another tokenizer than the one in {folder}; prepare it again")
-
-
-def _save_trained_model(
-    options: RunOptions, settings: TrainSettings, start: _RunInputs, outcome: Outcome, trainee: Trainee
-) -> None:
-    if isinstance(trainee, HeadTrainee):
-        save_head(options, trainee)
-        return
-    rows: dict[str, mx.array] = {}
-    if isinstance(trainee, PackAndModelTrainee):
-        rows = trainee.trained_pack_rows(start.data.params.start or (), start.data.params)
-    if options.save == ADAPTER:
-        place = expand_home(str(options.model))
-        base = str(place.resolve()) if place.is_dir() else str(options.model)
-        save_adapter_folder(options.out / ADAPTER, start.model, base, settings, start.dtype, rows)
-        return
-    source = {**start.record["fixed"], **vars(outcome.progress)}
-    folder = options.out / MODEL
-    save_model_folder(
-        folder,
-        start.model,
-        start.config,
-        start.tokenizer,
-        source,
-        start.dtype,
-        start.folder,
-        options.adapted_bits,
-        rows,
-    )
 
 
 def _check_vocabulary_and_context(config: Mapping[str, Any], data: JoinedFolders, tokens: int) -> None:

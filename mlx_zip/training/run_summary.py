@@ -132,7 +132,7 @@ def measure_base_bits(trainer: Trainer) -> float:
     assert trainer.valid is not None
     params, nats, n_bytes = trainer.valid.params, 0.0, 0
     trainer.trainee.eval()
-    for indices in trainer.validation_batches_with_progress("Measuring the base"):
+    for indices in trainer.validation_batches("Measuring the base"):
         samples = [expand_sample(trainer.valid[int(i)], params) for i in indices]
         batch = make_batch(samples, replace(params, codebook_size=0, merge_size=1, start=None), base_positions=True)
         nats += trainer.stepper.measure_base_nats(batch, trainer.needs_long_factors(batch))

@@ -26,7 +26,6 @@ from mlx_zip.training.checkpoints import (
     get_random_key,
     list_checkpoints,
     load_last_checkpoint,
-    progress_counts,
     save_checkpoint,
     set_random_key,
 )
@@ -34,7 +33,7 @@ from mlx_zip.training.loop import catch_stop_signals, free_cached_memory, train_
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.prepare.text_windows import CompressedTexts
 from mlx_zip.training.run_data import JoinedFolders
-from mlx_zip.training.run_metrics import MetricsLog, read_metrics
+from mlx_zip.training.run_metrics import MetricsLog, ReportServices, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import (
     COARSE_PADDING,
@@ -81,12 +80,10 @@ class Trainer:
 
     trainee: the model to train, with parameters frozen that are not trained. data, valid: samples to train and to
     validate on. run: folder of checkpoints and metrics. fingerprint: only a checkpoint with an equal fingerprint is
-    resumed. quiet: show no progress. observe: called with each line of the log. make_stepper: `Stepper`, or a function
-    with the same arguments that returns an object with the interface of `Stepper`. Raises `TrainingError` or
-    `DataError` if the data are too few or damaged, or the last checkpoint does not fit.
+    resumed. quiet: show no progress. services: get each line of the log; None for none. make_stepper: `Stepper`, or a
+    function with the same arguments that returns an object with the interface of `Stepper`. Raises `TrainingError` if
+    the last checkpoint does not fit. Call `check_enough_samples` before.
     """
-
-    loss_is_of_text = True  # whether the loss is a text's likelihood, so that reports include bits per byte
 
     def __init__(
         self,
@@ -97,16 +94,13 @@ class Trainer:
         fingerprint: str,
         valid: SampleData | None = None,
         quiet: bool = False,
-        observe: Callable[[dict[str, Any]], None] = lambda line: None,
+        services: ReportServices | None = None,
         make_stepper: Callable[..., Any] = Stepper,
     ) -> None:
-        self.observe = observe
         self.trainee, self.data, self.valid, self.settings, self.run = trainee, data, valid, settings, run
-        self.fingerprint = fingerprint
+        self.fingerprint, self.services = fingerprint, services
         self.group = mx.distributed.init()
         self.quiet = quiet or self.group.rank() > 0
-        check_enough_samples(data, valid, settings)
-        self._lengths, self._starts = data.lengths, data.starts
         self._orders: dict[int, list[np.ndarray]] = {}
         self._call: CallFunction = call_in_this_process
         self.optimizer = make_optimizer(settings)
@@ -117,14 +111,16 @@ class Trainer:
     def _restore_progress(self) -> Progress:
         """Restores the first machine's last checkpoint, or else its new weights, on all machines. Returns progress."""
         mx.random.seed(self.settings.seed)
-        progress = run_on_all_machines(self.group, self._load_last_checkpoint)
+        first = self.group.rank() == 0
+        last = (self.run, self.trainee, self.optimizer, self.fingerprint)
+        progress = run_on_all_machines(self.group, lambda: load_last_checkpoint(*last) if first else Progress())
         if self.group.size() == 1:
             return progress
         own = {
             "weights": self.trainee.trainable_parameters(),
             "optimizer": self.optimizer.state,
             "key": get_random_key(),
-            "steps": progress_counts(progress),
+            "steps": mx.array(list(vars(progress).values())[:-1], mx.int64),  # all fields but `seconds`
         }
         shared = arrays_of_first_machine(self.group, own)
         self.trainee.update(shared["weights"])
@@ -132,19 +128,14 @@ class Trainer:
         set_random_key(shared["key"])
         return replace(Progress(*shared["steps"].tolist()), seconds=progress.seconds)
 
-    def _load_last_checkpoint(self) -> Progress:
-        """On the first machine, restores the last checkpoint. Returns its progress; `Progress()` if there is none."""
-        if self.group.rank() > 0:
-            return Progress()
-        return load_last_checkpoint(self.run, self.trainee, self.optimizer, self.fingerprint)
-
     # ---- the loop
 
     def train(self) -> Outcome:
         """Trains on all machines until all steps are done or a signal stops the run; saves the last step."""
-        self._log = run_on_all_machines(self.group, self._open_log)
+        first = self.group.rank() == 0
+        self._log = run_on_all_machines(self.group, lambda: MetricsLog(self.run, self.progress.step) if first else None)
         self.trainee.train()
-        self._report_sums = _ReportSums(self.progress)
+        self._reported, self._sums = self.progress, list[dict[str, float]]()
         done = self.progress.step
         workers = self.stepper.batch_workers
         ahead = max(1, workers)  # number of steps whose batches are made in advance
@@ -171,7 +162,7 @@ class Trainer:
                 f"step {step}: the loss or its gradient is not a number; samples {which} of {self.data}: lower the "
                 f"learning rate or remove the samples{good}"
             )
-        self._report_sums.add(sums)
+        self._sums.append(sums)
         counts = {name: int(sums[name]) for name in ("samples", "ids", "base_ids", "n_bytes")}
         self.progress = self.progress.after_step(**counts, seconds=time.perf_counter() - began)
         return sums["stop"] > 0
@@ -200,7 +191,9 @@ class Trainer:
 
     def _order_epoch(self, epoch: int) -> list[np.ndarray]:
         if (order := self._orders.get(epoch)) is None:
-            order = order_batches(self._lengths, self.settings.batch_size, self.settings.seed, epoch, self._starts)
+            order = order_batches(
+                self.data.lengths, self.settings.batch_size, self.settings.seed, epoch, self.data.starts
+            )
             self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}
         return order
 
@@ -246,77 +239,53 @@ class Trainer:
         if self.group.rank() == 0 and line not in read_metrics(self.run):
             MetricsLog(self.run, self.progress.step).add(**line)
 
-    def _open_log(self) -> MetricsLog | None:
-        return MetricsLog(self.run, self.progress.step) if self.group.rank() == 0 else None
-
     def report(self) -> str:
         """Logs the figures of the steps since the last report and returns them as text; see `TrainingJob`."""
-        line = self._report_sums.make_line(self.progress)
+        line = _make_report_line(self._sums, self._reported, self.progress)
         line |= {"learning_rate": last_learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
         line["peak_mlx_bytes"] = mx.get_peak_memory()
         if is_compiled(self.settings):
             line["traces"] = self.stepper.traces  # since the process began
-        if not self.loss_is_of_text:
+        if not self.trainee.loss_is_of_text:
             del line["bits_per_byte"]
-        self._report_sums = _ReportSums(self.progress)
+        self._reported, self._sums = self.progress, []
         self._log_line(line)
-        shown = self.loss_is_of_text and self.progress.seen_bytes
+        shown = self.trainee.loss_is_of_text and self.progress.seen_bytes
         bits = f", {line['bits_per_byte']:.3f} bits per byte" if shown else ""
         return f"loss {line['loss']:.3f}{bits}, {line['base_ids_per_s']:,.0f} base tokens/s"
 
     def _log_line(self, line: dict[str, Any]) -> None:
         run_on_all_machines(self.group, lambda: None if self._log is None else self._log.add(**line))
-        self.observe(line)
+        if self.services is not None:
+            self.services.send(line)
 
     def validate(self) -> str | None:
         """Logs the figures of a validation and returns them as text; see `TrainingJob`."""
         if self.valid is None:
             return None
-        line = self.measure_validation()
+        line, text = self.measure_validation()
         self._log_line({"step": self.progress.step, **line})
-        return self.describe_validation(line)
+        return text
 
-    def describe_validation(self, line: dict[str, float]) -> str:
-        """Returns the figures of a validation as text. line: result of `measure_validation`."""
-        per_step = line["val_base_tokens_per_step"]
-        return f"validation {line['val_bits_per_byte']:.4f} bits per byte, {per_step:.3f} base tokens per step"
-
-    def measure_validation(self) -> dict[str, float]:
-        """Measures the model on `validation_batches`: loss in nats per id, bits per byte, base tokens per step."""
-        sums = self.sum_validation_losses()
-        return {
-            "val_loss": sums["nats"] / max(sums["count"], 1),
-            "val_bits_per_byte": sums["nats"] / math.log(2) / max(sums["n_bytes"], 1),
-            "val_base_tokens_per_step": sums["base_ids"] / max(sums["ids"], 1),
-        }
-
-    def sum_validation_losses(self) -> dict[str, float]:
-        """Returns the sums of the losses, `n_bytes`, `ids` and `base_ids` over `validation_batches`.
+    def measure_validation(self) -> tuple[dict[str, float], str]:
+        """Measures the model on `validation_batches`. Returns the figures, for the log and as text.
 
         Each sample's first id is read but not predicted, so it counts neither in `ids` nor in `base_ids`.
         """
         sums: dict[str, float] = {}
         self.trainee.eval()
         assert self.valid is not None
-        for indices in self.validation_batches_with_progress("Validating"):
+        for indices in self.validation_batches("Validating"):
             batch = self._make_batch(self.valid, indices)
             found = self.stepper.measure_losses(batch, self.needs_long_factors(batch))
             free_cached_memory()
             found |= {"n_bytes": batch.n_bytes, "ids": batch.ids, "base_ids": batch.base_ids - len(indices)}
             sums = {name: sums.get(name, 0.0) + value for name, value in found.items()}
         self.trainee.train()
-        return sums
+        return self.trainee.validation_figures(sums)
 
-    def validation_batches_with_progress(self, task: str) -> Iterator[np.ndarray]:
-        """Yields the batches of `validation_batches` and shows a progress bar. task: the bar's label."""
-        batches = list(self.validation_batches())
-        with ProgressBar(len(batches), "batch", task, shown=not self.quiet) as count:
-            for indices in batches:
-                yield indices
-                count(1)
-
-    def validation_batches(self) -> Iterator[np.ndarray]:
-        """Yields the indices of the validation samples, one array per batch.
+    def validation_batches(self, task: str) -> Iterator[np.ndarray]:
+        """Yields the indices of the validation samples, one array per batch; shows a progress bar with label `task`.
 
         Yields all samples if `val_batches` is 0, else `val_batches` batches of samples spread evenly over the lengths.
         """
@@ -327,35 +296,31 @@ class Trainer:
         if self.settings.val_batches:
             wanted = min(len(usable), self.settings.val_batches * size)
             order = order[np.linspace(0, len(order) - 1, wanted).astype(int)]
-        yield from (order[i : i + size] for i in range(0, len(order), size))
+        with ProgressBar(-(-len(order) // size), "batch", task, shown=not self.quiet) as count:
+            for i in range(0, len(order), size):
+                yield order[i : i + size]
+                count(1)
 
 
-class _ReportSums:
-    """Sums over the steps since the last report. since: the progress at that report."""
+def _make_report_line(steps: list[dict[str, float]], since: Progress, now: Progress) -> dict[str, Any]:
+    """Returns a log line: losses per id, rates per second, and totals since the run began.
 
-    def __init__(self, since: Progress) -> None:
-        self.since, self.sums, self.steps = since, dict[str, float](), 0
-
-    def add(self, sums: dict[str, float]) -> None:
-        self.steps += 1
-        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
-
-    def make_line(self, now: Progress) -> dict[str, Any]:
-        """Returns a log line: losses per id, rates per second, and totals since the run began. now: the progress."""
-        seconds, since = max(now.seconds - self.since.seconds, 1e-9), self.since
-        count = max(self.sums["count"], 1.0)
-        n_bytes = max(now.seen_bytes - since.seen_bytes, 1)
-        rates = {
-            f"{name}_per_s": (getattr(now, f"seen_{name}") - getattr(since, f"seen_{name}")) / seconds
-            for name in ("ids", "base_ids", "bytes")
-        }
-        added = {name: self.sums[name] / count for name in ("reconstruction", "token_type") if name in self.sums}
-        return {
-            "step": now.step,
-            "loss": self.sums["nats"] / count,
-            "bits_per_byte": self.sums["nats"] / math.log(2) / n_bytes,
-            **added,
-            "grad_norm": self.sums["grad_norm"] / self.steps,
-            **rates,
-            **{name: value for name, value in vars(now).items() if name != "step"},
-        }
+    steps: results of `Stepper.step` since the last report. since, now: the progress at that report and now.
+    """
+    sums = {name: sum(step[name] for step in steps) for name in steps[0]}
+    seconds, count = max(now.seconds - since.seconds, 1e-9), max(sums["count"], 1.0)
+    n_bytes = max(now.seen_bytes - since.seen_bytes, 1)
+    rates = {
+        f"{name}_per_s": (getattr(now, f"seen_{name}") - getattr(since, f"seen_{name}")) / seconds
+        for name in ("ids", "base_ids", "bytes")
+    }
+    added = {name: sums[name] / count for name in ("reconstruction", "token_type") if name in sums}
+    return {
+        "step": now.step,
+        "loss": sums["nats"] / count,
+        "bits_per_byte": sums["nats"] / math.log(2) / n_bytes,
+        **added,
+        "grad_norm": sums["grad_norm"] / len(steps),
+        **rates,
+        **{name: value for name, value in vars(now).items() if name != "step"},
+    }

@@ -20,7 +20,6 @@ from mlx_zip.training.prepare.shards import PreparedShards
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.forward_pass import encode_hyper_rows
-from mlx_zip.training.steps.objective import make_samples
 from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support import tiny_training
 
@@ -112,7 +111,7 @@ def test_the_plain_step_reads_as_many_ids_without_any_hypertoken(bench):
 def test_the_encoders_part_has_value_and_gradient_of_the_rows_that_a_step_encodes(bench):
     model, batch, call = encoders(bench)
     value, gradients = call()
-    rows = encode_hyper_rows(model, make_samples(to_mlx_arrays(batch)))
+    rows = encode_hyper_rows(model, to_mlx_arrays(batch))
     assert value.item() == pytest.approx(sum(r.square().sum().item() for r in rows), rel=1e-5)
     assert gradients.keys() == {"input_encoder", "output_encoder"}
     norms = [float(mx.abs(value).max()) for _, value in tree_flatten(gradients)]

@@ -65,7 +65,7 @@ def texts(path: Path, documents: Iterable[str]) -> str:
     return write_lines(path, [{"text": text} for text in documents])
 
 
-def prepared(out: Path, *data: str, workers: int = 1, report: Any = None, **options: Any) -> PreparedShards:
+def prepared(out: Path, *data: str, workers: int = 1, **options: Any) -> PreparedShards:
     """Prepares data; by default with a small context and the byte-level tokenizer."""
     of_source = {key: options.pop(key) for key in ("separator", "columns", "subsets", "split") if key in options}
     options = {"context": 32, "codebook_size": 64, **options}
@@ -73,7 +73,7 @@ def prepared(out: Path, *data: str, workers: int = 1, report: Any = None, **opti
         options.setdefault("tokenizer", str(tokenizer_folder()))
     if "sources" not in options:
         options["sources"] = (Source(data, **of_source),)
-    prepare_data(PrepareOptions(out=out, **options), workers=workers, report=report or (lambda line: None))
+    prepare_data(PrepareOptions(out=out, **options), workers=workers)
     return PreparedShards(out)
 
 

@@ -17,7 +17,7 @@ from mlx_zip import Codebook, CodecParams
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.entries import Entry
-from mlx_zip.training.prepare.shards import Sample, ShardWriter, make_codec_record, write_index
+from mlx_zip.training.prepare.shards import Sample, make_codec_record, write_index, write_shard
 from mlx_zip.training.run import RunOptions
 from mlx_zip.training.run_metrics import read_metrics
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
@@ -63,11 +63,12 @@ def write_shards(
 ) -> Path:
     """Writes a prepared folder with samples of 20 to 59 base ids; alike: all samples are equal."""
     folder.mkdir(parents=True)
-    writer = ShardWriter(folder, "shard-00000")
-    for i in [0] * samples if alike else range(samples):
-        sample = make_sample(params, text_ids(20 + (i * 17) % 40, 1000 * seed + i), masked=[1 + i % 5])
-        writer.add(sample.ids, sample.mask, sample.base_ids, sample.n_bytes)
-    record = {"codec": make_codec_record(params), "context": 64, "shards": [writer.close()], "pool": None, **index}
+    made = [
+        make_sample(params, text_ids(20 + (i * 17) % 40, 1000 * seed + i), masked=[1 + i % 5])
+        for i in ([0] * samples if alike else range(samples))
+    ]
+    shards = [write_shard(folder, "shard-00000", made)]
+    record = {"codec": make_codec_record(params), "context": 64, "shards": shards, "pool": None, **index}
     write_index(folder, record)
     return folder
 

@@ -82,14 +82,11 @@ def test_few_sizes_change_no_loss(canonical):
 
 def varied(folder, lengths):
     """Prepared data of samples of these many base ids."""
-    from mlx_zip.training.prepare.shards import ShardWriter, make_codec_record, write_index
+    from mlx_zip.training.prepare.shards import make_codec_record, write_index, write_shard
 
     folder.mkdir(parents=True)
-    writer = ShardWriter(folder, "shard-00000")
-    for i, length in enumerate(lengths):
-        sample = make_sample(CODEC, text_ids(length, i))
-        writer.add(sample.ids, sample.mask, sample.base_ids, sample.n_bytes)
-    write_index(folder, {"codec": make_codec_record(CODEC), "context": 64, "shards": [writer.close()], "pool": None})
+    shards = [write_shard(folder, "shard-00000", [make_sample(CODEC, text_ids(n, i)) for i, n in enumerate(lengths)])]
+    write_index(folder, {"codec": make_codec_record(CODEC), "context": 64, "shards": shards, "pool": None})
 
 
 def test_a_compiled_run_over_many_lengths_is_traced_a_few_times_and_says_how_often(tmp_path):

@@ -44,12 +44,13 @@ def begun(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("field", ["role", "name"])
-def test_half_a_surrogate_pair_anywhere_in_a_conversation_is_a_wrong_record(field, tmp_path):
+def test_half_a_surrogate_pair_anywhere_in_a_conversation_is_a_wrong_record(field, tmp_path, capsys):
     template = "{% for m in messages %}<{{ m.role }}>{{ m.name }}{{ m.content }}{{ eos_token }}{% endfor %}"
     talk = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
     wrong = [{**talk[0], field: "x\ud800"}, talk[1]]
-    file, notes = write_lines(tmp_path / "a.jsonl", [{"messages": wrong}, {"messages": talk}]), []
-    found = prepared(tmp_path / "out", file, tokenizer=str(tokenizer_folder(template=template)), report=notes.append)
+    file = write_lines(tmp_path / "a.jsonl", [{"messages": wrong}, {"messages": talk}])
+    found = prepared(tmp_path / "out", file, tokenizer=str(tokenizer_folder(template=template)))
+    notes = capsys.readouterr().err.splitlines()
     assert len(found) == 1
     assert [note.partition(": ")[0] for note in notes] == [f"skipped {file}:1"]
     assert "not valid Unicode" in notes[0]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import DataError
-from mlx_zip.training.prepare.encoding import Window, compress_window
+from mlx_zip.training.prepare.encoding import compress_window
+from mlx_zip.training.prepare.shards import Sample
 from support.checkpoints import edit_json
 from support.places import GOLDEN_MODELS
 from support.prepared import BOS, EOS, FORGETFUL, expanded, ids_of, prepared, tokenizer_folder, write_lines
@@ -61,7 +62,8 @@ def test_a_hypertoken_counts_only_if_all_its_base_ids_do(tmp_path):
 def test_masks_survive_compression_by_the_rule_of_all_parts(base):
     ids, wanted = (np.array(part) for part in zip(*base, strict=True))
     params = CodecParams(6, 32, 4, (5,))
-    made, mask = compress_window(params, Window(ids.astype(np.uint32), wanted.astype(np.bool_), 0))
+    sample = compress_window(params, Sample(ids.astype(np.uint32), wanted.astype(np.bool_), len(ids), 0))
+    made, mask = sample.ids, sample.mask
     book = Codebook(params)
     book.push(made)
     parts = np.split(wanted, np.cumsum(book.spans(made))[:-1])
@@ -128,15 +130,13 @@ def test_a_template_that_rewrites_earlier_turns_is_an_error_that_names_the_line(
     assert len(prepared(tmp_path / "all", data, train_on="all", **options)) == 2
 
 
-def test_what_the_template_refuses_is_a_wrong_record(tmp_path):
+def test_what_the_template_refuses_is_a_wrong_record(tmp_path, capsys):
     template = "{% for m in messages %}{% if m.role == 'cat' %}{{ raise_exception('no cats') }}{% endif %}"
     template += "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     data = conversations(tmp_path / "d.jsonl", [{"role": "cat", "content": "miaow"}], TALK)
-    lines: list[str] = []
-    options = {"context": 256, "tokenizer": str(tokenizer_folder(template=template))}
-    shards = prepared(tmp_path / "out", data, report=lines.append, **options)
+    shards = prepared(tmp_path / "out", data, context=256, tokenizer=str(tokenizer_folder(template=template)))
     assert len(shards) == 1
-    assert "d.jsonl:1: the chat template cannot render the messages: no cats" in lines[0]
+    assert "d.jsonl:1: the chat template cannot render the messages: no cats" in capsys.readouterr().err
 
 
 def test_a_conversation_without_an_answer_is_skipped(tmp_path):

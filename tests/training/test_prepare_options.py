@@ -81,22 +81,21 @@ def test_a_long_document_is_read_in_parts_that_stay_one_document(tmp_path, monke
     assert [x for ids in samples for x in ids[1:]] == [*ids_of("\n".join(lines)), EOS]
 
 
-def test_wrong_and_empty_records_are_reported_counted_and_skipped(tmp_path):
+def test_wrong_and_empty_records_are_reported_counted_and_skipped(tmp_path, capsys):
     data = write_lines(tmp_path / "d.jsonl", [{"text": "a."}, "{", {"text": " "}, {"words": "b"}, {"text": "c."}])
-    lines: list[str] = []
-    shards = prepared(tmp_path / "out", data, report=lines.append)
+    shards = prepared(tmp_path / "out", data)
+    lines = capsys.readouterr().err.splitlines()
     assert expanded(shards) == [[BOS, *stream_of(["a.", "c."])]]
     assert [line.split(": ")[0] for line in lines] == [f"skipped {data}:2", f"skipped {data}:4"]
     assert shards.index["skipped"] == {"wrong": 2, "empty": 1, "unlearnable windows": 0}
     assert shards.index["records"] == 5
 
 
-def test_wrong_records_that_are_too_many_to_name_are_counted(tmp_path, monkeypatch):
+def test_wrong_records_that_are_too_many_to_name_are_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sharding, "MOST_NOTES", 2)
     data = write_lines(tmp_path / "d.jsonl", ["{", {"text": "a."}, "{", "{", "{"])
-    lines: list[str] = []
-    prepared(tmp_path / "out", data, report=lines.append)
-    assert [line.split(": ")[0] for line in lines] == [
+    prepared(tmp_path / "out", data)
+    assert [line.split(": ")[0] for line in capsys.readouterr().err.splitlines()] == [
         f"skipped {data}:1",
         f"skipped {data}:3",
         "skipped 2 more wrong records after these",

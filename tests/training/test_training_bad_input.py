@@ -20,7 +20,7 @@ from mlx_zip.errors import ConfigError, DataError, TrainingError
 from mlx_zip.files import try_lock_folder
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.training.checkpoints import list_checkpoints
-from mlx_zip.training.prepare.shards import PreparedShards, ShardWriter, make_codec_record, write_index
+from mlx_zip.training.prepare.shards import PreparedShards, make_codec_record, write_index, write_shard
 from mlx_zip.training.run import train
 from mlx_zip.training.run_metrics import METRICS_FILE
 from mlx_zip.training.trainer import Trainer
@@ -199,11 +199,10 @@ def test_a_sample_that_is_not_what_was_prepared_is_named_with_its_folder(part, c
 @pytest.mark.parametrize("row", [-1, 3])
 def test_a_starting_entry_that_is_not_in_the_pool_is_named(row, tmp_path):
     params, pool = CodecParams(96, 48, 3, (0, 1, 2, 3), 2), [(5, 6), (7, 8), (9, 10, 11)]
-    writer = ShardWriter(tmp_path, "shard-00000", 2)
     sample = make_sample(params, text_ids(30, 0), start=(pool[0], pool[1]))
-    writer.add(sample.ids, sample.mask, sample.base_ids, sample.n_bytes, np.array([0, row], np.int32))
+    shards = [write_shard(tmp_path, "shard-00000", [sample], np.array([[0, row]], np.int32))]
     write_entries(tmp_path / "pool.npy", pool, 3, 2)
-    index = {"codec": make_codec_record(params), "context": 64, "shards": [writer.close()], "pool": "pool.npy"}
+    index = {"codec": make_codec_record(params), "context": 64, "shards": shards, "pool": "pool.npy"}
     write_index(tmp_path, index)
     with pytest.raises(DataError, match="sample 0 starts with an entry that is not in the pool"):
         PreparedShards(tmp_path)[0]

@@ -19,8 +19,8 @@ from mlx_zip.errors import DataError
 from mlx_zip.packs.pack import Pack
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.steps.batches import make_batch, round_up_size
-from mlx_zip.training.steps.forward_pass import run_forward_pass
-from mlx_zip.training.steps.objective import LossWeights, Trainee, make_samples
+from mlx_zip.training.steps.forward_pass import encode_hyper_rows, run_forward_pass
+from mlx_zip.training.steps.objective import LossWeights, Trainee
 from mlx_zip.training.steps.stepper import to_mlx_arrays
 from mlx_zip.training.trainer import Trainer
 from support.slow_cases import slow_but
@@ -270,7 +270,7 @@ def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(sta
 
 def held_by_excluded(model: Any, arrays: dict[str, mx.array]) -> np.ndarray:
     """The probability of all that is excluded at each position, added up one pair at a time."""
-    out = run_forward_pass(model, make_samples(arrays))
+    out = run_forward_pass(model, arrays, encode_hyper_rows(model, arrays))
     is_open = np.arange(out.hyper.shape[-1]) < np.array(arrays["available"])[..., None]
     logits = np.concatenate([np.array(out.base), np.where(is_open, np.array(out.hyper), -np.inf)], axis=-1)
     shares = np.exp(logits - logits.max(-1, keepdims=True))

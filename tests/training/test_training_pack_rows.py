@@ -17,7 +17,7 @@ from mlx_zip.errors import ConversionError, TrainingError
 from mlx_zip.packs.pack import IN_ADAPTER, Pack, load_pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.checkpoints import list_checkpoints
-from mlx_zip.training.prepare.shards import Sample, ShardWriter, make_codec_record, write_index
+from mlx_zip.training.prepare.shards import Sample, make_codec_record, write_index, write_shard
 from mlx_zip.training.run import choose_stepper, train
 from mlx_zip.training.starting_model import freeze_and_add_lora
 from mlx_zip.training.steps.batches import make_batch
@@ -67,13 +67,10 @@ def write_data(tmp_path: Any) -> None:
     """Writes a prepared folder of samples that begin with the pack."""
     folder = tmp_path / "data"
     folder.mkdir()
-    writer = ShardWriter(folder, "shard-00000")
-    for sample in samples_of(16, params=PARAMS):
-        writer.add(sample.ids, sample.mask, sample.base_ids, sample.n_bytes)
     record = {
         "codec": {**make_codec_record(PARAMS), "start": START},
         "context": 128,
-        "shards": [writer.close()],
+        "shards": [write_shard(folder, "shard-00000", samples_of(16, params=PARAMS))],
         "pool": None,
     }
     write_index(folder, record)

@@ -87,17 +87,17 @@ def failing(folder: Path, data: str, monkeypatch: pytest.MonkeyPatch, first: int
 
 
 def test_a_prepare_that_was_killed_before_its_first_shard_is_not_in_the_way_of_one_with_other_settings(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, capsys
 ):
-    data, lines = texts(tmp_path / "d.jsonl", stories(40)), []
+    data = texts(tmp_path / "d.jsonl", stories(40))
     failing(tmp_path / "out", data, monkeypatch, 1)
     for path in (tmp_path / "out").glob("shard-*"):
         path.unlink()
     assert (tmp_path / "out" / "prepare.json").is_file()
-    prepared(tmp_path / "out", data, shard_samples=4, context=48, report=lines.append)
+    prepared(tmp_path / "out", data, shard_samples=4, context=48)
     prepared(tmp_path / "whole", data, shard_samples=4, context=48)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    assert "removed unfinished data of other settings (context 32, which is now 48)" in lines[0]
+    assert "removed unfinished data of other settings (context 32, which is now 48)" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,12 +6,10 @@ in generation. So every target can be predicted at its position, which plain LZW
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +19,10 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError, DataError, GenerationError
 from mlx_zip.text.prompts import render_chat
 from mlx_zip.text.sources import Record, Skipped
-from mlx_zip.text.token_facts import bytes_before_characters, leading_special_ids, special_ids
+from mlx_zip.text.token_facts import bytes_before_characters, bytes_by_id, leading_special_ids, special_ids
+from mlx_zip.training.prepare.shards import Sample
 
 TRAIN_ON = ("answers", "all")
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _EOS_WITHIN = 4  # search this many last ids for a conversation's eos: a template may add text after it
 
 
@@ -59,26 +57,32 @@ class RecordEncoder:
         self._fast_tokenizer.no_truncation()
         self._fast_tokenizer.no_padding()
         self.lead = leading_special_ids(tokenizer)
+        self._token_bytes = np.array([len(spelled) for spelled in bytes_by_id(tokenizer)], np.int64)
+        self._is_special = np.zeros(len(self._token_bytes), np.bool_)
+        self._is_special[sorted(special_ids(tokenizer))] = True
+        self._eos_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    def encode(self, records: Sequence[Record]) -> list[EncodedRecord | Skipped]:
+    def encode(self, records: Sequence[Record | Skipped]) -> list[EncodedRecord | Skipped]:
         """Returns for each record, in order, its base ids, or `Skipped` with the reason why the record has none.
 
-        Raises `DataError` if the assistant's turns cannot be found in the chat template's text.
+        Records that are skipped already stay as they are. Raises `DataError` if the assistant's turns cannot be found
+        in the chat template's text.
         """
-        plain = [record.text for record in records if record.messages is None and record.prompt is None]
-        found = iter(self._fast_tokenizer.encode_batch_fast(plain, add_special_tokens=False))
-        return [
-            self._encode_document(r, next(found).ids)
-            if r.messages is None and r.prompt is None
-            else self._encode_conversation(r)
-            for r in records
-        ]
-
-    def _encode_document(self, record: Record, ids: Sequence[int]) -> EncodedRecord | Skipped:
-        found = np.array(ids, np.uint32)
-        n_bytes = self._count_bytes(record.text or "", found)
-        end = [] if record.continues else self._eos_ids
-        return self._make_encoded_record(record, found, np.ones(len(found), np.bool_), n_bytes, end, self.lead)
+        texts = [record.text for record in records if _is_document(record)]
+        found = iter(self._fast_tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        encoded: list[EncodedRecord | Skipped] = []
+        for record in records:
+            if isinstance(record, Skipped):
+                encoded.append(record)
+            elif _is_document(record):
+                ids, end = np.array(next(found).ids, np.uint32), [] if record.continues else self._eos_ids
+                n_bytes = self._count_bytes(record.text or "", ids)
+                encoded.append(
+                    self._make_encoded_record(record, ids, np.ones(len(ids), np.bool_), n_bytes, end, self.lead)
+                )
+            else:
+                encoded.append(self._encode_conversation(record))
+        return encoded
 
     def _encode_conversation(self, record: Record) -> EncodedRecord | Skipped:
         """Returns the base ids of a conversation, or of a prompt and its completion.
@@ -165,21 +169,17 @@ class RecordEncoder:
             conversation,
         )
 
-    @cached_property
-    def _eos_ids(self) -> list[int]:
-        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-
     # ---- bytes
 
     def _count_bytes(self, text: str, ids: Uint32s) -> NDArray[np.int64]:
         """Returns the UTF-8 bytes of each id, 0 for special ids. The sum is the text's bytes without special tokens."""
-        lengths, special = self._token_bytes
-        n_bytes, total = lengths[ids], len(text.encode("utf-8"))
-        if len(ids) and n_bytes.sum() == total + 1 and self._begins_with_space(int(ids[0])):
+        n_bytes, total = self._token_bytes[ids], len(text.encode("utf-8"))
+        first = self._fast_tokenizer.id_to_token(int(ids[0])) if len(ids) else None
+        if n_bytes.sum() == total + 1 and (first or "").startswith("▁"):
             n_bytes[0] -= 1  # the space that SentencePiece puts in front of a text
         if n_bytes.sum() != total:
             n_bytes = self._count_bytes_by_offset(text)
-        n_bytes[special[ids]] = 0
+        n_bytes[self._is_special[ids]] = 0
         return n_bytes
 
     def _count_bytes_by_offset(self, text: str) -> NDArray[np.int64]:
@@ -192,48 +192,14 @@ class RecordEncoder:
         places[-1:] = len(text)
         return np.diff(bytes_before_characters(text)[places], prepend=0)
 
-    @cached_property
-    def _token_bytes(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The number of UTF-8 bytes of every token, int64 [V], and whether the token is special, bool [V]."""
-        vocabulary = self.tokenizer.get_vocab()
-        added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
-        lengths = np.zeros(1 + max(max(vocabulary.values()), max(added, default=0)), np.int64)
-        byte_level = _is_byte_level(set(vocabulary) - set(added.values()))
-        for token, i in vocabulary.items():
-            if _BYTE_TOKEN.fullmatch(token):
-                lengths[i] = 1
-            else:
-                lengths[i] = len(token) if byte_level else len(token.replace("▁", " ").encode("utf-8"))
-        for i, content in added.items():
-            if not _BYTE_TOKEN.fullmatch(content):
-                lengths[i] = len(content.encode("utf-8"))
-        special = np.zeros(len(lengths), np.bool_)
-        special[sorted(special_ids(self.tokenizer))] = True
-        return lengths, special
 
-    def _begins_with_space(self, token_id: int) -> bool:
-        return (self._fast_tokenizer.id_to_token(token_id) or "").startswith("▁")
-
-
-def _is_byte_level(tokens: set[str]) -> bool:
-    """Returns whether all tokens consist of the 256 characters that stand for bytes in byte-level BPE."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return set("".join(tokens)) <= set(ByteLevel.alphabet())
-
-
-@dataclass(frozen=True)
-class Window:
-    """A window of base ids: ids uint32 [n]; counted bool [n]: whether the loss counts an id; n_bytes: UTF-8 bytes."""
-
-    ids: Uint32s
-    counted: NDArray[np.bool_]
-    n_bytes: int
+def _is_document(record: Record | Skipped) -> TypeGuard[Record]:
+    return isinstance(record, Record) and record.messages is None and record.prompt is None
 
 
 def cut_training_windows(
     records: Sequence[EncodedRecord], context: int, fill: bool | None, lead: tuple[int, ...]
-) -> Iterator[Window]:
+) -> Iterator[Sample]:
     """Yields windows of at most `context` base ids, in order. Each begins with a lead, which the loss does not count.
 
     fill: True: join records, so that all windows but the last are full, and begin each window with `lead`. False: cut
@@ -242,34 +208,29 @@ def cut_training_windows(
     """
     for filled, run in groupby(records, lambda record: not record.conversation if fill is None else fill):
         if filled:
-            yield from _cut_sequence(*_join_records(list(run)), context, lead)
+            parts = zip(*((record.ids, record.counted, record.n_bytes) for record in run), strict=True)
+            ids, counted, n_bytes = (np.concatenate(part) for part in parts)
+            yield from _cut_sequence(ids, counted, n_bytes, context, lead)
         else:
             for record in run:
                 yield from _cut_sequence(record.ids, record.counted, record.n_bytes, context, record.lead)
 
 
-def _join_records(run: Sequence[EncodedRecord]) -> tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]:
-    return (
-        np.concatenate([record.ids for record in run]),
-        np.concatenate([record.counted for record in run]),
-        np.concatenate([record.n_bytes for record in run]),
-    )
-
-
 def _cut_sequence(
     ids: Uint32s, counted: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int, lead: tuple[int, ...]
-) -> Iterator[Window]:
+) -> Iterator[Sample]:
     front, room = np.array(lead, np.uint32), context - len(lead)
     uncounted = np.zeros(len(lead), np.bool_)
     for begin in range(0, len(ids), room):
         part = slice(begin, begin + room)
         in_loss = np.concatenate([uncounted, counted[part]])
         in_loss[0] = False
-        yield Window(np.concatenate([front, ids[part]]), in_loss, int(n_bytes[part].sum()))
+        whole = np.concatenate([front, ids[part]])
+        yield Sample(whole, in_loss, len(whole), int(n_bytes[part].sum()))
 
 
-def compress_window(params: CodecParams, window: Window) -> tuple[Uint32s, NDArray[np.bool_]]:
-    """Returns a window's compressed ids uint32 [m] and loss mask bool [m].
+def compress_window(params: CodecParams, window: Sample) -> Sample:
+    """Returns a window of base ids as a compressed sample.
 
     The loss counts a hypertoken only if it counts all base ids of the hypertoken. Each hypertoken's entry is installed
     before its position, so a causal model can predict it. Raises `DataError` if an id is not a base id of the codec.
@@ -282,5 +243,5 @@ def compress_window(params: CodecParams, window: Window) -> tuple[Uint32s, NDArr
     except CodecError as error:
         raise DataError(f"the tokenizer does not belong to this codec: {error}") from error
     if len(ids) == len(window.ids):
-        return ids, window.counted
-    return ids, np.logical_and.reduceat(window.counted, np.cumsum(spans) - spans)
+        return replace(window, ids=ids)
+    return replace(window, ids=ids, mask=np.logical_and.reduceat(window.mask, np.cumsum(spans) - spans))

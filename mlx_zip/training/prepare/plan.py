@@ -98,11 +98,6 @@ class PreparationPlan:
     params: CodecParams
     pool: tuple[Entry, ...] | None = None
 
-    @property
-    def entries_per_sample(self) -> int:
-        """Number of entries to draw from `pool` for each sample, 0 without a pool."""
-        return self.options.start_draw or 0
-
 
 def make_preparation_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPlan, Any, dict[str, Any]]:
     """Returns the plan, the tokenizer, and all settings that the result depends on. Writes nothing.
@@ -114,7 +109,10 @@ def make_preparation_plan(options: PrepareOptions, pads: bool = True) -> tuple[P
         source.check()
         if done := [name for name in source.data if is_prepared_folder(Path(name))]:
             raise DataError(f"{done[0]} is prepared already; `mlx_zip train --data {done[0]}` trains on it")
-    folder = _find_tokenizer_path(options)
+    folder = expand_home(options.tokenizer or "")
+    is_file = folder.is_file() and is_tokenizer_file(folder) and folder.name != "tokenizer.json"
+    if options.model is not None or not is_file:
+        folder = tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_model_config(folder) if options.model is not None else {}
     if options.context <= (lead := len(leading_special_ids(tokenizer))):
@@ -125,13 +123,6 @@ def make_preparation_plan(options: PrepareOptions, pads: bool = True) -> tuple[P
         pool, params = _read_entry_pool(options, params, tokenizer), replace(params, start=None)
     plan = PreparationPlan(options, folder, params, pool)
     return plan, tokenizer, _make_settings_record(plan, tokenizer)
-
-
-def _find_tokenizer_path(options: PrepareOptions) -> Path:
-    file = expand_home(options.tokenizer or "")
-    if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
-        return file
-    return tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
 
 
 def _choose_codec(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:
@@ -225,15 +216,15 @@ def _read_entry_pool(options: PrepareOptions, params: CodecParams, tokenizer: An
 
 def _make_settings_record(plan: PreparationPlan, tokenizer: Any) -> dict[str, Any]:
     """Returns everything that the result depends on, as values for JSON, with digests in place of long lists."""
-    options, packs = plan.options, plan.params.start if plan.pool is None else plan.pool
+    options, entries = plan.options, plan.params.start if plan.pool is None else plan.pool
     tokens = 1 + max(tokenizer.get_vocab().values())
     return {
         "sources": [_make_source_record(source) for source in options.sources],
         "codec": make_codec_record(plan.params),
         "tokenizer": {"fingerprint": tokenizer_fingerprint(tokenizer), "size": tokens},
-        "chat_template": _hash_text(str(tokenizer.chat_template)),
+        "chat_template": sha256(str(tokenizer.chat_template).encode("utf-8")).hexdigest(),
         "context": options.context,
-        "start": None if packs is None else _hash_text(str(packs)),
+        "start": None if entries is None else sha256(str(entries).encode("utf-8")).hexdigest(),
         "start_draw": options.start_draw,
         "pack": options.fill_windows,  # an older name, kept so that existing folders can be continued
         "train_on": options.train_on,
@@ -244,15 +235,8 @@ def _make_settings_record(plan: PreparationPlan, tokenizer: Any) -> dict[str, An
 
 
 def _make_source_record(source: Source) -> dict[str, Any]:
-    files = [file for name in source.data for file in source_files(name)]
-    digests = {name: _hash_file(name) for name in files}
+    digests = {}
+    for name in (file for one in source.data for file in source_files(one)):
+        with errors_as(DataError, f"{name} cannot be read", OSError), open(name, "rb") as file:
+            digests[name] = file_digest(file, "sha256").hexdigest()
     return {**asdict(source), "data": list(source.data), "subsets": list(source.subsets), "sha256": digests}
-
-
-def _hash_file(name: str) -> str:
-    with errors_as(DataError, f"{name} cannot be read", OSError), open(name, "rb") as file:
-        return file_digest(file, "sha256").hexdigest()
-
-
-def _hash_text(text: str) -> str:
-    return sha256(text.encode("utf-8")).hexdigest()

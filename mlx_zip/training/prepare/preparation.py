@@ -32,38 +32,34 @@ from mlx_zip.training.prepare.sharding import (
     make_shard_in_worker,
     start_worker,
 )
-from mlx_zip.training.prepare.shards import make_codec_record
 
 SHARDS_PER_ROUND = 16  # number of shards whose sources are chosen at a time, from the shares reached so far
 ShardRecords = list[list[dict[str, Any]]]  # for each source, the records of its shards in order
 
 
-def prepare_data(
-    options: PrepareOptions, workers: int = 1, progress: bool = False, report: Callable[[str], object] | None = None
-) -> dict[str, Any]:
-    """Prepares data in `options.out` and returns the folder's index.
+def prepare_data(options: PrepareOptions, workers: int = 1, progress: bool = False) -> dict[str, Any]:
+    """Prepares data in `options.out` and returns the folder's index. Prints skipped invalid records on stderr.
 
-    workers: number of processes. progress: show a bar if stderr is a terminal. report: called with a line for every
-    invalid record that is skipped; None prints the line on stderr. If an earlier run with equal options was
+    workers: number of processes. progress: show a bar if stderr is a terminal. If an earlier run with equal options was
     interrupted, its folder is completed; if it was finished, nothing is done.
 
     Raises `DataError`, naming file and line or the option, if the data cannot be prepared; then no index is written.
     """
-    report = report or (lambda line: print(line, file=sys.stderr))
     if workers < 1:
         raise DataError(f"workers must be 1 or more, got {workers}")
     plan, tokenizer, settings = make_preparation_plan(options)
+    folder = PreparedFolder(options.out)
     try:
-        with PreparedFolder(options.out) as folder:
-            if (index := folder.open(settings, report)) is not None:
+        with folder.open(settings) as index:
+            if index is not None:
                 return index
             try:
                 if plan.pool is not None:
                     write_entries(options.out / POOL_FILE, plan.pool, plan.params.merge_size, plan.params.pad_id)
-                run = _Preparation(plan, folder, progress, report)
+                run = _Preparation(plan, folder, progress)
                 with _start_shard_workers(plan, tokenizer, workers) as make:
                     run.make_shards(make)
-                return run.write_index(settings)
+                return folder.close(run.make_index(settings))
             except (DataError, OSError):
                 folder.discard_without_samples()
                 raise
@@ -96,19 +92,19 @@ def _start_shard_workers(plan: PreparationPlan, tokenizer: Any, workers: int) ->
 
 
 class _Preparation:
-    """One run of `prepare`: readers of the sources, records of finished shards, and the progress bar."""
+    """One run of `prepare`: readers of the sources, and records and base ids per sample of finished shards."""
 
-    def __init__(
-        self, plan: PreparationPlan, folder: PreparedFolder, progress: bool, report: Callable[[str], object]
-    ) -> None:
+    def __init__(self, plan: PreparationPlan, folder: PreparedFolder, progress: bool) -> None:
         options = plan.options
-        self.options, self.plan, self.folder, self.report = options, plan, folder, report
+        self.options, self.folder = options, folder
+        self.start, self.with_pool = plan.params.start, plan.pool is not None
         self.shares = [source.share for source in options.sources]
         self.readers = [SourceReader(source) for source in options.sources]
         self.chunks = [
             cut_chunks(iter(r), options.shard_samples, options.context, options.fill_windows) for r in self.readers
         ]
         self.records: ShardRecords = [[] for _ in options.sources]
+        self.counts: list[list[NDArray[np.int64]]] = [[] for _ in options.sources]
         self.skipped: Counter[str] = Counter()
         names = [name for source in options.sources for name in source.data]
         local = all(map(is_read_from_files, names))
@@ -129,35 +125,24 @@ class _Preparation:
                         continue
                     chunks.append(Chunk(number, source, items, sum(reader.stored for reader in self.readers)))
                     number += 1
-                self._make_shard_round(make, chunks)
+                earlier = {chunk.number: self.folder.record(chunk.name) for chunk in chunks}
+                made = make([chunk for chunk in chunks if earlier[chunk.number] is None])
+                for chunk in chunks:
+                    record = earlier[chunk.number]
+                    self._add_record(record or next(made), chunk, is_new=record is None)
 
-    def _make_shard_round(self, make: MakeShards, chunks: Sequence[Chunk]) -> None:
-        """Makes the shards of the given chunks, except those that an earlier run made.
+    def _add_record(self, record: dict[str, Any], chunk: Chunk, is_new: bool) -> None:
+        """Adds a finished shard, and reports skipped input records of a new shard.
 
-        Appends the record of each shard, new or earlier, to `records` and counts its skipped input records. Raises
-        `DataError` if more wrong input records were skipped than `max_skipped` allows.
+        Raises `DataError` if more wrong input records were skipped than `max_skipped` allows.
         """
-        done = {chunk.number: self.folder.record(chunk.name) for chunk in chunks}
-        made = make([chunk for chunk in chunks if done[chunk.number] is None])
-        for chunk in chunks:
-            record = done[chunk.number]
-            if record is None:
-                record = next(made)
-                self._report_skipped(record)
-            self.records[chunk.source].append(record)
-            self._count_skipped(record)
-            base_ids = sum(r["base_ids"] for done in self.records for r in done)
-            self.bar.show_figures(f"{base_ids:,} base ids")
-            self.bar.set_done(chunk.stored)
-
-    def _report_skipped(self, record: dict[str, Any]) -> None:
         notes = record["notes"]
         more = record["skipped"].get("wrong", 0) - len(notes)
-        for note in [*notes, *([f"{more} more wrong records after these"] if more else [])]:
+        for note in [*notes, *([f"{more} more wrong records after these"] if more else [])] if is_new else ():
             self.bar.clear()
-            self.report(f"skipped {note}")
-
-    def _count_skipped(self, record: dict[str, Any]) -> None:
+            print(f"skipped {note}", file=sys.stderr)
+        self.records[chunk.source].append(record)
+        self.counts[chunk.source].append(self.folder.base_ids(record))
         self.skipped.update(record["skipped"])
         if self.skipped["wrong"] > self.options.max_skipped:
             first = next(r["notes"][0] for done in self.records for r in done if r["notes"])
@@ -165,6 +150,8 @@ class _Preparation:
                 f"{self.skipped['wrong']} wrong records, more than max_skipped (--max-skipped) "
                 f"{self.options.max_skipped}; the first: {first}"
             )
+        self.bar.show_figures(f"{sum(r['base_ids'] for done in self.records for r in done):,} base ids")
+        self.bar.set_done(chunk.stored)
 
     def _has_enough_samples(self) -> bool:
         """Returns whether every source has a finished shard and the number of samples to keep reaches the limit."""
@@ -172,13 +159,11 @@ class _Preparation:
         return limit is not None and all(self.records) and sum(self._count_kept_samples(None)) >= limit
 
     def _count_kept_samples(self, limit: int | None) -> list[int]:
-        return count_kept_samples(self.shares, [self._read_base_id_counts(done) for done in self.records], limit)
+        base_ids = [np.concatenate([*each, np.empty(0, np.int64)]) for each in self.counts]
+        return count_kept_samples(self.shares, base_ids, limit)
 
-    def _read_base_id_counts(self, done: Sequence[dict[str, Any]]) -> NDArray[np.int64]:
-        return np.concatenate([self.folder.base_ids(r) for r in done] or [np.empty(0, np.int64)])
-
-    def write_index(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Chooses the samples to keep, writes and returns the index, and removes files that the index does not name."""
+    def make_index(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Chooses the samples to keep and returns the index, without writing it."""
         kept = self._count_kept_samples(self.options.limit)
         if not all(kept):
             poorest = min(range(len(kept)), key=lambda s: sum(record["base_ids"] for record in self.records[s]))
@@ -191,13 +176,13 @@ class _Preparation:
             raise DataError(f"{poor} gives no sample to train on ({counts})")
         shards = sorted(self._cut_shards(kept), key=lambda record: record["name"])
         totals = {key: sum(record[key] for record in shards) for key in ("samples", "ids", "base_ids", "bytes")}
-        params, records = self.plan.params, [record for done in self.records for record in done]
-        index = {
-            "codec": make_codec_record(params) | ({} if params.start is None else {"start": params.start}),
+        records = [record for done in self.records for record in done]
+        return {
+            "codec": settings["codec"] | ({} if self.start is None else {"start": self.start}),
             "context": self.options.context,
             "tokenizer": settings["tokenizer"],
             "shards": shards,
-            "pool": None if self.plan.pool is None else POOL_FILE,
+            "pool": POOL_FILE if self.with_pool else None,
             "skipped": {kind: self.skipped[kind] for kind in ("wrong", "empty", "unlearnable windows")},
             "windowed": sum(record["windowed"] for record in records),
             "records": sum(record["records"] for record in records),
@@ -206,7 +191,6 @@ class _Preparation:
             "settings": settings,
             "mlx_zip": mlx_zip.__version__,
         }
-        return self.folder.close(index)
 
     def _cut_shards(self, kept: Sequence[int]) -> Iterator[dict[str, Any]]:
         for done, left in zip(self.records, kept, strict=True):
@@ -214,7 +198,7 @@ class _Preparation:
                 n = min(left, record["samples"])
                 left -= n
                 if n:
-                    yield self.folder.keep_first_samples(record, n, self.plan.entries_per_sample)
+                    yield self.folder.keep_first_samples(record, n, self.with_pool)
 
     def _make_source_records(self, shards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         whole = sum(record["base_ids"] for record in shards)

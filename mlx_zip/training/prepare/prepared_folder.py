@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,14 @@ from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
 from mlx_zip.files import read_json_object, remove_unfinished_files, try_lock_folder, write_json
-from mlx_zip.training.prepare.sharding import shard_record_path
 from mlx_zip.training.prepare.shards import (
-    ARRAY_TYPES,
     INDEX_FILE,
     PreparedShards,
-    ShardWriter,
     read_array,
+    read_shard_arrays,
     shard_array_path,
     write_index,
+    write_shard_arrays,
 )
 
 SETTINGS_FILE, POOL_FILE = "prepare.json", "pool.npy"
@@ -37,40 +37,34 @@ _INDEX_KEYS = {"shards", "totals", "skipped", "records", "windowed", "sources"}
 
 
 class PreparedFolder:
-    """A folder to prepare data in. Context manager: after `open`, other processes are locked out until the block ends.
-
-    Call `open` before any other method.
-    """
+    """A folder to prepare data in. Call its methods within a `with` block of `open`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
-        self._base: dict[str, NDArray[np.int64]] = {}
-        self._made = False
-        self._held = ExitStack()
+        self.folder, self._made = folder, not folder.exists()
 
-    def __enter__(self) -> PreparedFolder:
-        return self
+    @contextmanager
+    def open(self, settings: Mapping[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """Context manager: makes or continues the folder, and locks other processes out until the block ends.
 
-    def __exit__(self, *error: object) -> None:
-        """Releases the lock on the folder."""
-        self._held.close()
-
-    def open(self, settings: Mapping[str, Any], report: Callable[[str], object]) -> dict[str, Any] | None:
-        """Makes or continues the folder. Returns the index if the data are finished, else None.
-
-        If the folder holds unfinished data of other settings without a finished shard, these data are removed, so that
-        a failed run does not block the next run, and `report` is called with a line about it.
+        Yields the index if the data are finished, else None. If the folder holds unfinished data of other settings
+        without a finished shard, these data are removed, so that a failed run does not block the next run; a line on
+        stderr says so.
 
         Raises `DataError` if the folder holds other files, holds shards of other settings, is in use by another process
         or holds damaged data, and `OSError` if it cannot be written.
         """
-        settings = json.loads(json.dumps(settings))
         if self.folder.exists() and not self.folder.is_dir():
             raise DataError(f"{self.folder} is a file, not a folder")
-        self._made = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._held.enter_context(try_lock_folder(self.folder)):
-            raise DataError(f"another process prepares data in {self.folder}; wait for it, or choose another (--out)")
+        with try_lock_folder(self.folder) as alone:
+            if not alone:
+                raise DataError(
+                    f"another process prepares data in {self.folder}; wait for it, or choose another (--out)"
+                )
+            yield self._begin_or_continue(json.loads(json.dumps(settings)))
+
+    def _begin_or_continue(self, settings: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns the index if the data are finished, else None; see `open`."""
         remove_unfinished_files(self.folder)
         index = self._read_json(self.folder / INDEX_FILE)
         begun = self._read_json(self.folder / SETTINGS_FILE) if index is None else index.get("settings")
@@ -81,13 +75,13 @@ class PreparedFolder:
             return None
         if (difference := _describe_settings_difference(begun, settings)) and index is not None:
             raise DataError(f"{self.folder} holds data prepared with {difference}: choose another folder (--out)")
-        if difference and self._has_finished_samples():
+        if difference and any(self.folder.glob("shard-*.json")):
             raise DataError(
                 f"{self.folder} holds unfinished data prepared with {difference}: give the same settings to go on with "
                 "it, or choose another folder (--out)"
             )
         if difference:
-            report(f"{self.folder}: removed unfinished data of other settings ({difference})")
+            print(f"{self.folder}: removed unfinished data of other settings ({difference})", file=sys.stderr)
             self._remove_unnamed_files({"shards": []})
             write_json(self.folder / SETTINGS_FILE, settings)
             return None
@@ -103,7 +97,7 @@ class PreparedFolder:
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Returns a shard's record, None if the shard is not finished. Raises `DataError` if the record is damaged."""
-        path = shard_record_path(self.folder, name)
+        path = self.folder / f"{name}.json"
         found = self._read_json(path)
         if found is not None and not (found.keys() >= _RECORD_KEYS and found["name"] == name):
             raise DataError(f"{path} is damaged; delete the folder and prepare again")
@@ -111,34 +105,27 @@ class PreparedFolder:
 
     def base_ids(self, record: Mapping[str, Any]) -> NDArray[np.int64]:
         """Returns the number of base ids of each sample of a finished shard. record: the shard's record."""
-        name = record["name"]
-        if name not in self._base:
-            file = shard_array_path(self.folder, name, "base")
-            self._base[name] = read_array(file, np.int64) if record["samples"] else np.empty(0, np.int64)
-            if len(self._base[name]) != record["samples"]:
-                raise DataError(f"{file} is not what its record says; delete the folder and prepare again")
-        return self._base[name]
+        if not record["samples"]:
+            return np.empty(0, np.int64)
+        file = shard_array_path(self.folder, record["name"], "base")
+        found = np.array(read_array(file, np.int64))  # a memory map would keep the file open
+        if len(found) != record["samples"]:
+            raise DataError(f"{file} is not what its record says; delete the folder and prepare again")
+        return found
 
-    def keep_first_samples(self, record: Mapping[str, Any], samples: int, start_width: int) -> dict[str, Any]:
+    def keep_first_samples(self, record: Mapping[str, Any], samples: int, with_pool: bool) -> dict[str, Any]:
         """Returns the record of a shard with the first `samples` samples of a finished shard. record: that shard's.
 
-        If these are not all samples of the shard, writes a new shard. start_width: see `ShardWriter`.
+        If these are not all samples of the shard, writes a new shard. with_pool: whether samples begin with entries of
+        a pool.
         """
         if samples == record["samples"]:
             return {key: record[key] for key in _COUNT_KEYS}
         name = record["name"]
-        arrays = {
-            part: read_array(shard_array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()
-        }
-        if start_width:
-            arrays["start"] = read_array(shard_array_path(self.folder, name, "start"), np.int32, ndim=2)
-        writer = ShardWriter(self.folder, f"{name}-{samples}", start_width)
-        ends = arrays["ends"][:samples]
-        for i, (begin, end) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)):
-            start = arrays["start"][i] if start_width else None
-            counts = int(arrays["base"][i]), int(arrays["bytes"][i])
-            writer.add(arrays["ids"][begin:end], arrays["mask"][begin:end], *counts, start)
-        return writer.close() | {"source": record["source"]}
+        arrays = read_shard_arrays(self.folder, name, record["samples"], with_pool)
+        ids = int(arrays["ends"][samples - 1])
+        kept = {part: array[: ids if part in ("ids", "mask") else samples] for part, array in arrays.items()}
+        return write_shard_arrays(self.folder, f"{name}-{samples}", kept) | {"source": record["source"]}
 
     def close(self, index: dict[str, Any]) -> dict[str, Any]:
         """Writes the index, removes files that the index does not name, and returns the index as read from disk."""
@@ -152,9 +139,6 @@ class PreparedFolder:
         names = (path.stem for path in self.folder.glob("shard-*.json"))
         if self.folder.exists() and not any((self.record(name) or {}).get("samples") for name in names):
             self.discard()
-
-    def _has_finished_samples(self) -> bool:
-        return any(self.folder.glob("shard-*.json"))
 
     def discard(self) -> None:
         """Removes all written files, and also the folder if `open` made the folder."""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
 from mlx_zip.files import exit_with_parent_process, write_json
-from mlx_zip.text.sources import Item, Record, Skipped, parse_item
+from mlx_zip.text.sources import Item, Skipped, parse_item
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, compress_window, cut_training_windows
 from mlx_zip.training.prepare.plan import PreparationPlan
-from mlx_zip.training.prepare.shards import ShardWriter
+from mlx_zip.training.prepare.shards import Sample, write_shard
 
 MOST_NOTES = 20  # maximum number of skipped records that a shard's record names
 BYTES_PER_ID = 4  # rough guess, to estimate how much text fills a shard
@@ -40,25 +40,6 @@ class Chunk:
     def name(self) -> str:
         """The shard's name, with which the shard's file names begin."""
         return f"shard-{self.number:05d}"
-
-
-@dataclass
-class RecordTally:
-    """Counts of a chunk's records. skipped: kind -> number of skipped records. notes: reasons for the first ones.
-
-    records: number of all records. windowed: number of records that are longer than the context.
-    """
-
-    skipped: Counter[str] = field(default_factory=Counter)
-    notes: list[str] = field(default_factory=list)
-    records: int = 0
-    windowed: int = 0
-
-    def count_skipped(self, skipped: Skipped) -> None:
-        """Counts a skipped record. Adds the reason to `notes` if the record is invalid and `notes` is not full."""
-        self.skipped["empty" if skipped.empty else "wrong"] += 1
-        if not skipped.empty and len(self.notes) < MOST_NOTES:
-            self.notes.append(f"{skipped.where}: {skipped.reason}")
 
 
 def cut_chunks(items: Iterator[Item], samples: int, context: int, fill: bool | None) -> Iterator[tuple[Item, ...]]:
@@ -98,59 +79,41 @@ class ShardMaker:
 
         Invalid records of the chunk are skipped and counted. Other failures raise `DataError` or `OSError`.
         """
-        tally = RecordTally()
-        encoded_records = self._encode_records(chunk, tally)
-        writer = ShardWriter(self.options.out, chunk.name, self.plan.entries_per_sample)
-        samples = self._add_samples(writer, encoded_records, chunk.number, tally)
-        empty = {"name": chunk.name, "samples": 0, "ids": 0, "base_ids": 0, "bytes": 0}
-        record = (writer.close() if samples else empty) | {
+        columns, context = self.options.sources[chunk.source].columns, self.options.context
+        results = self.encoder.encode([parse_item(item, columns) for item in chunk.items])
+        encoded = [one for one in results if isinstance(one, EncodedRecord)]
+        wrong = [f"{one.where}: {one.reason}" for one in results if isinstance(one, Skipped) and not one.empty]
+        samples, starts = self._make_samples(encoded, chunk.number)
+        learnable = [bool(sample.mask.any()) for sample in samples]
+        kept = list(compress(samples, learnable))
+        record = write_shard(self.options.out, chunk.name, kept, None if starts is None else starts[learnable]) | {
             "source": chunk.source,
-            "records": tally.records,
-            "windowed": tally.windowed,
-            "skipped": dict(tally.skipped),
-            "notes": tally.notes,
+            "records": len(results),
+            "windowed": sum(len(one.ids) + len(one.lead) > context for one in encoded),
+            "skipped": {
+                "wrong": len(wrong),
+                "empty": len(results) - len(encoded) - len(wrong),
+                "unlearnable windows": len(samples) - len(kept),
+            },
+            "notes": wrong[:MOST_NOTES],
         }
-        write_json(shard_record_path(self.options.out, chunk.name), record)
+        write_json(self.options.out / f"{chunk.name}.json", record)
         return record
 
-    def _encode_records(self, chunk: Chunk, tally: RecordTally) -> list[EncodedRecord]:
-        columns = self.options.sources[chunk.source].columns
-        parsed = [parse_item(item, columns) for item in chunk.items]
-        results = iter(self.encoder.encode([record for record in parsed if isinstance(record, Record)]))
-        found = [next(results) if isinstance(record, Record) else record for record in parsed]
-        encoded_records = []
-        for encoded in found:
-            tally.records += 1
-            if isinstance(encoded, Skipped):
-                tally.count_skipped(encoded)
-            else:
-                tally.windowed += len(encoded.ids) + len(encoded.lead) > self.options.context
-                encoded_records.append(encoded)
-        return encoded_records
-
-    def _add_samples(
-        self, writer: ShardWriter, encoded_records: list[EncodedRecord], number: int, tally: RecordTally
-    ) -> int:
-        """Adds the records' compressed windows to shard `number`; returns the number of samples added."""
-        plan, rng, samples = self.plan, np.random.default_rng([self.options.seed, number]), 0
-        fill = self.options.fill_windows
-        for window in cut_training_windows(encoded_records, self.options.context, fill, self.encoder.lead):
-            params, rows = plan.params, None
-            if plan.pool is not None:
-                rows = rng.choice(len(plan.pool), plan.entries_per_sample, replace=False).astype(np.int32)
-                params = replace(params, start=tuple(map(plan.pool.__getitem__, rows.tolist())))
-            ids, mask = compress_window(params, window)
-            if not mask.any():
-                tally.skipped["unlearnable windows"] += 1
-                continue
-            writer.add(ids, mask, len(window.ids), window.n_bytes, rows)
-            samples += 1
-        return samples
-
-
-def shard_record_path(folder: Path, name: str) -> Path:
-    """Returns the path of a shard's record. The file exists from the end of the shard until the index is written."""
-    return folder / f"{name}.json"
+    def _make_samples(
+        self, encoded: Sequence[EncodedRecord], number: int
+    ) -> tuple[list[Sample], NDArray[np.int32] | None]:
+        """Returns the records' compressed windows, and `starts` for `write_shard`. number: the shard's number."""
+        params, pool, draw = self.plan.params, self.plan.pool, self.options.start_draw
+        windows = cut_training_windows(encoded, self.options.context, self.options.fill_windows, self.encoder.lead)
+        if pool is None or draw is None:
+            return [compress_window(params, window) for window in windows], None
+        rng, samples, starts = np.random.default_rng([self.options.seed, number]), [], []
+        for window in windows:
+            starts.append(rng.choice(len(pool), draw, replace=False))
+            entries = tuple(pool[row] for row in starts[-1].tolist())
+            samples.append(compress_window(replace(params, start=entries), window))
+        return samples, np.array(starts, np.int32).reshape(-1, draw)
 
 
 # ---- worker processes

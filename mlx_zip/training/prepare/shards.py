@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import tokenize
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -40,9 +40,9 @@ ARRAY_TYPES = {"ids": np.uint32, "mask": np.bool_, "ends": np.int64, "base": np.
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sample.
+    """One training sample: a window of base ids, or the window's compressed ids.
 
-    ids uint32 [n]: compressed ids. mask bool [n]: whether the loss counts an id. base_ids, n_bytes: number of base ids
+    ids uint32 [n]: the ids. mask bool [n]: whether the loss counts an id. base_ids, n_bytes: number of base ids
     and UTF-8 bytes of the sample. start: entries that the sample's codebook begins with, in slot order; None: the
     codec's own. plain: whether the sample is read without hypertokens, with an empty codebook.
     """
@@ -66,50 +66,49 @@ def can_have_entries(params: CodecParams) -> bool:
     return params.codebook_size > 0 and params.merge_size > 1
 
 
-class ShardWriter:
-    """Collects the samples of one shard and writes them: call `add` for each sample, then `close`.
+def write_shard(
+    folder: Path, name: str, samples: Sequence[Sample], starts: NDArray[np.int32] | None = None
+) -> dict[str, Any]:
+    """Writes the files of one shard and returns the record for the index. Raises `OSError` if writing fails.
 
-    start_width: K, the number of entries from the pool that each sample's codebook begins with; 0 without a pool.
+    starts [samples, K]: pool rows that the samples' codebooks begin with, None without a pool.
     """
+    counts = np.array([(len(one.ids), one.base_ids, one.n_bytes) for one in samples], np.int64).reshape(-1, 3)
+    arrays: dict[str, Any] = {
+        "ids": np.concatenate([*(one.ids for one in samples), np.empty(0, np.uint32)]),
+        "mask": np.concatenate([*(one.mask for one in samples), np.empty(0, np.bool_)]),
+        "ends": np.cumsum(counts[:, 0]),
+        "base": counts[:, 1].copy(),
+        "bytes": counts[:, 2].copy(),
+    }
+    return write_shard_arrays(folder, name, arrays if starts is None else {**arrays, "start": starts})
 
-    def __init__(self, folder: Path, name: str, start_width: int = 0) -> None:
-        self.folder, self.name, self.start_width = Path(folder), name, start_width
-        self._ids: list[Uint32s] = []
-        self._masks: list[NDArray[np.bool_]] = []
-        self._counts: list[tuple[int, int, int]] = []
-        self._starts: list[NDArray[np.int32]] = []
 
-    def add(
-        self, ids: Uint32s, mask: NDArray[np.bool_], base_ids: int, n_bytes: int, start: NDArray[np.int32] | None = None
-    ) -> None:
-        """Adds a sample without copying the arrays. start [K]: pool rows that the sample's codebook begins with."""
-        if len(ids) != len(mask):
-            raise DataError(f"{self.name}: a sample has {len(ids)} ids and {len(mask)} mask values")
-        self._ids.append(ids)
-        self._masks.append(mask)
-        self._counts.append((len(ids), base_ids, n_bytes))
-        if self.start_width:
-            assert start is not None
-            assert len(start) == self.start_width
-            self._starts.append(start)
+def write_shard_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """Writes the arrays of one shard, by part; returns and raises what `write_shard` does."""
+    for part, array in arrays.items():
+        with atomic_file(shard_array_path(folder, name, part)) as partial, open(partial, "wb") as file:
+            np.save(file, array, allow_pickle=False)
+    sums = {"base_ids": int(arrays["base"].sum()), "bytes": int(arrays["bytes"].sum())}
+    return {"name": name, "samples": len(arrays["ends"]), "ids": len(arrays["ids"]), **sums}
 
-    def close(self) -> dict[str, Any]:
-        """Writes the shard's files and returns the record for the index. Raises `OSError` if writing fails."""
-        counts = np.array(self._counts, np.int64).reshape(-1, 3)
-        arrays: dict[str, Any] = {
-            "ids": np.concatenate([*self._ids, np.empty(0, np.uint32)]).astype(np.uint32, copy=False),
-            "mask": np.concatenate([*self._masks, np.empty(0, np.bool_)]).astype(np.bool_, copy=False),
-            "ends": np.cumsum(counts[:, 0]),
-            "base": counts[:, 1].copy(),
-            "bytes": counts[:, 2].copy(),
-        }
-        if self.start_width:
-            arrays["start"] = np.array(self._starts, np.int32).reshape(-1, self.start_width)
-        for part, array in arrays.items():
-            with atomic_file(shard_array_path(self.folder, self.name, part)) as partial, open(partial, "wb") as file:
-                np.save(file, array, allow_pickle=False)
-        total = counts.sum(axis=0).tolist()
-        return {"name": self.name, "samples": len(counts), "ids": total[0], "base_ids": total[1], "bytes": total[2]}
+
+def read_shard_arrays(folder: Path, name: str, samples: int, with_pool: bool) -> dict[str, NDArray[Any]]:
+    """Returns the arrays of a shard of `samples` samples, memory-mapped, by part.
+
+    with_pool: whether samples begin with entries of a pool, so that there is a part `start`. Raises `DataError` if an
+    array cannot be read, or if the arrays do not fit together.
+    """
+    arrays = {part: read_array(shard_array_path(folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()}
+    if with_pool:
+        arrays["start"] = read_array(shard_array_path(folder, name, "start"), np.int32, ndim=2)
+    ends = arrays["ends"]
+    total = int(ends[-1]) if len(ends) else 0
+    lengths = {"ids": total, "mask": total}
+    fits = all(len(array) == lengths.get(part, samples) for part, array in arrays.items())
+    if not fits or np.any(np.diff(ends, prepend=0) < 0):
+        raise DataError(f"{folder / name}: the arrays of this shard do not fit together; {_PREPARE_AGAIN}")
+    return arrays
 
 
 def shard_array_path(folder: Path, name: str, part: str) -> Path:
@@ -132,14 +131,20 @@ def write_index(folder: Path, index: Mapping[str, Any]) -> None:
 class PreparedShards:
     """The samples of a prepared folder, memory-mapped: `len(shards)`, `shards[i] -> Sample`.
 
-    index: the content of index.json. params: the codec. context: maximum base ids per sample. Raises `DataError` if the
-    folder is not prepared data, is unfinished, or holds files that do not fit together.
+    index: the content of index.json. params: the codec. context: maximum base ids per sample. lengths, base_ids: number
+    of ids and of base ids in every sample. starts: number of pool entries in every sample's starting codebook. These
+    arrays are int64 [len(self)]. Raises `DataError` if the folder is not prepared data, is unfinished, or holds files
+    that do not fit together.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.index = _read_data_index(self.folder)
         file, again = self.folder / INDEX_FILE, f"; {_PREPARE_AGAIN}"
+        if not file.exists():
+            raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it")
+        self.index = read_json_object(file, again)
+        if self.index.get("version") != VERSION:
+            raise DataError(f"{file} is not version {VERSION} of prepared data{again}")
         with errors_as(DataError, str(file), KeyError, TypeError, ValueError, CodecError, end=again):
             params = CodecParams(**self.index["codec"])
             # one canonical form for all codecs without a codebook, so that they compare equal
@@ -154,22 +159,13 @@ class PreparedShards:
             raise DataError(f"{file}: tokenizer is {made_with!r:.40}{again}")
         pool = self.index.get("pool")
         self._pool = None if pool is None else _read_pool_arrays(self.folder, str(pool), self.params.merge_size)
-        self._shards = [self._open_shard(name, samples) for name, samples in records]
+        self._shards = [read_shard_arrays(self.folder, *record, self._pool is not None) for record in records]
         self._ends = list(accumulate(samples for _, samples in records))
-
-    def _open_shard(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
-        arrays = {
-            part: read_array(shard_array_path(self.folder, name, part), dtype) for part, dtype in ARRAY_TYPES.items()
-        }
-        if self._pool is not None:
-            arrays["start"] = read_array(shard_array_path(self.folder, name, "start"), np.int32, ndim=2)
-        ends = arrays["ends"]
-        total = int(ends[-1]) if len(ends) else 0
-        lengths = {"ids": total, "mask": total}
-        fits = all(len(array) == lengths.get(part, samples) for part, array in arrays.items())
-        if not fits or np.any(np.diff(ends, prepend=0) < 0):
-            raise DataError(f"{self.folder / name}: the arrays of this shard do not fit together; {_PREPARE_AGAIN}")
-        return arrays
+        none = np.empty(0, np.int64)
+        self.lengths = np.concatenate([none, *(np.diff(shard["ends"], prepend=0) for shard in self._shards)])
+        self.base_ids = np.concatenate([none, *(shard["base"] for shard in self._shards)])
+        width = self._shards[0]["start"].shape[1] if self._shards and self._pool is not None else 0
+        self.starts = np.full(len(self), width, np.int64)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -192,22 +188,6 @@ class PreparedShards:
         ids, mask = np.array(shard["ids"][begin:end]), np.array(shard["mask"][begin:end])
         return Sample(ids, mask, int(shard["base"][j]), int(shard["bytes"][j]), start)
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of ids in every sample, int64 [len(self)]."""
-        return np.concatenate([np.diff(shard["ends"], prepend=0) for shard in self._shards] or [np.empty(0, np.int64)])
-
-    @property
-    def base_ids(self) -> NDArray[np.int64]:
-        """Number of base ids in every sample, int64 [len(self)]."""
-        return np.concatenate([shard["base"] for shard in self._shards] or [np.empty(0, np.int64)])
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """Number of entries in every sample's starting codebook, int64 [len(self)]."""
-        width = 0 if self._pool is None or not self._shards else self._shards[0]["start"].shape[1]
-        return np.full(len(self), width, np.int64)
-
 
 def is_prepared_folder(folder: Path) -> bool:
     """Returns whether `folder` contains an index of prepared data. The data themselves may be damaged."""
@@ -219,16 +199,6 @@ def is_prepared_folder(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return True
     return isinstance(index, dict) and bool(index.keys() & {"shards", "codec", "totals"})
-
-
-def _read_data_index(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX_FILE
-    if not path.exists():
-        raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it")
-    index = read_json_object(path, f"; {_PREPARE_AGAIN}")
-    if index.get("version") != VERSION:
-        raise DataError(f"{path} is not version {VERSION} of prepared data; {_PREPARE_AGAIN}")
-    return index
 
 
 def _check_index_count(name: str, value: Any, least: int = 0) -> int:

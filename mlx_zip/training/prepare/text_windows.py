@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
@@ -17,7 +16,6 @@ from mlx_zip.text.sources import Skipped, Source, SourceReader, parse_item
 from mlx_zip.training.prepare.encoding import (
     EncodedRecord,
     RecordEncoder,
-    Window,
     compress_window,
     cut_training_windows,
 )
@@ -38,8 +36,7 @@ def encode_sources(
     encoder = RecordEncoder(tokenizer, "all")
     for source, left in zip(sources, counts, strict=True):
         for item in SourceReader(source) if left else ():
-            record = parse_item(item, source.columns)
-            encoded = record if isinstance(record, Skipped) else encoder.encode([record])[0]
+            encoded = encoder.encode([parse_item(item, source.columns)])[0]
             if isinstance(encoded, Skipped):
                 if not encoded.empty:
                     skipped(f"skipped {encoded.where}: {encoded.reason}")
@@ -51,7 +48,7 @@ def encode_sources(
                 break
 
 
-def cut_record_windows(encoded_records: Sequence[EncodedRecord], tokenizer: Any, context: int) -> list[Window]:
+def cut_record_windows(encoded_records: Sequence[EncodedRecord], tokenizer: Any, context: int) -> list[Sample]:
     """Returns windows of at most `context` base ids, each with text of only one record.
 
     If the tokenizer puts no id before a text, each window begins with bos or else eos, so that the text's first id can
@@ -63,13 +60,18 @@ def cut_record_windows(encoded_records: Sequence[EncodedRecord], tokenizer: Any,
     return list(cut_training_windows(with_leads, context, False, ()))
 
 
-@dataclass(frozen=True, eq=False)
 class CompressedTexts:
-    """Compressed windows as samples for a `Trainer`. params: the codec. name: name of the texts, for messages."""
+    """Compressed windows as samples for a `Trainer`. params: the codec. name: name of the texts, for messages.
 
-    params: CodecParams
-    samples: Sequence[Sample]
-    name: str
+    lengths, base_ids: number of ids and of base ids in every sample. starts: number of entries in the codec's starting
+    codebook, repeated for every sample. These arrays are int64 [len(self)].
+    """
+
+    def __init__(self, params: CodecParams, samples: Sequence[Sample], name: str) -> None:
+        self.params, self.samples, self.name = params, samples, name
+        self.lengths = np.array([len(sample.ids) for sample in samples], np.int64)
+        self.base_ids = np.array([sample.base_ids for sample in samples], np.int64)
+        self.starts = np.full(len(samples), len(params.start or ()), np.int64)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -81,21 +83,6 @@ class CompressedTexts:
         return self.name
 
     @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of ids in every sample, int64 [len(self)]."""
-        return np.array([len(sample.ids) for sample in self.samples], np.int64)
-
-    @cached_property
-    def base_ids(self) -> NDArray[np.int64]:
-        """Number of base ids in every sample, int64 [len(self)]."""
-        return np.array([sample.base_ids for sample in self.samples], np.int64)
-
-    @cached_property
-    def starts(self) -> NDArray[np.int64]:
-        """Number of entries in the codec's starting codebook, repeated for every sample, int64 [len(self)]."""
-        return np.full(len(self), len(self.params.start or ()), np.int64)
-
-    @cached_property
     def fingerprint(self) -> str:
         """Hex digest of the codec, the ids and the loss masks."""
         digest = sha256(self.params.to_bytes())
@@ -104,12 +91,11 @@ class CompressedTexts:
         return digest.hexdigest()
 
 
-def compress_windows(params: CodecParams, windows: Sequence[Window], name: str) -> CompressedTexts:
+def compress_windows(params: CodecParams, windows: Sequence[Sample], name: str) -> CompressedTexts:
     """Compresses windows with the codec `params`. name: name of the texts, for messages.
 
     Raises `DataError` if there are no windows, or if an id is not a base id of the codec.
     """
     if not windows:
         raise DataError(f"{name}: there is no text")
-    samples = [Sample(*compress_window(params, one), len(one.ids), one.n_bytes) for one in windows]
-    return CompressedTexts(params, samples, name)
+    return CompressedTexts(params, [compress_window(params, one) for one in windows], name)

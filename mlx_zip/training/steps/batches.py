@@ -81,7 +81,13 @@ FINE_PADDING, COARSE_PADDING = Padding(), Padding(coarse=True)
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of one step as arrays. `arrays` holds the arrays of `forward_pass.Samples`, and:
+    """The B samples of one step as arrays, with L positions each and the U distinct entries of their codebooks.
+
+    inputs [B, L] int32: base ids, 0 in place of a hypertoken. entries [U, S] int32: each entry's base ids, padded.
+    lengths [U] int32: number of base ids per entry, without padding. read [R] int32: the distinct entries that occur in
+    the inputs, as indices into `entries`. input_rows [B, L] int32: index into `read` for a hypertoken, -1 for a base
+    id. slots [B, K] int32: the entry in each slot of a sample, as an index into `entries`. index [B, L] int32, only for
+    position mode `base_token_end`: positions.
 
     targets [B, L] int32: the id that each position should predict, a base id or vocab_size + slot. weights [B, L]
     float32: 1 where the loss counts, else 0. available [B, L] int32: number of slots that each position may predict.

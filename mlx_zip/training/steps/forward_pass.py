@@ -7,7 +7,7 @@ that the function can be differentiated and compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,26 +18,7 @@ from mlx_zip.models.layers import Positions
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.zip_model import Model
 
-
-@dataclass(frozen=True)
-class Samples:
-    """B samples of L ids and the U distinct entries of their codebooks.
-
-    inputs [B, L] int32: base ids, 0 in place of a hypertoken. entries [U, S] int32: each entry's base ids, padded.
-    lengths [U] int32: number of base ids per entry, without padding. read [R] int32: the distinct entries that occur in
-    the inputs, as indices into `entries`. input_rows [B, L] int32: index into `read` for a hypertoken, -1 for a base
-    id. slots [B, K] int32: the entry in each slot of a sample, as an index into `entries`. index [B, L] int32:
-    positions for position mode `base_token_end`, None for `compressed`. long: whether to use LongRoPE's long factors.
-    """
-
-    inputs: mx.array
-    read: mx.array
-    input_rows: mx.array
-    entries: mx.array
-    lengths: mx.array
-    slots: mx.array
-    index: mx.array | None = None
-    long: bool = False
+Arrays = Mapping[str, mx.array]  # arrays of a `Batch`
 
 
 @dataclass(frozen=True)
@@ -73,36 +54,39 @@ class NoCache:
         return create_causal_mask(length, window_size=window_size)
 
 
-def run_forward_pass(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | None = None) -> ForwardOutputs:
+def run_forward_pass(
+    model: Model, arrays: Arrays, rows: tuple[mx.array, mx.array], long: bool = False
+) -> ForwardOutputs:
     """Runs whole samples through the model. Logits are soft-capped if the model has a cap, but not masked.
 
-    rows: input rows [R, D] of the entries in `samples.read` and output rows [U, D] of all entries; None to encode them
-    with `encode_hyper_rows`.
+    rows: input rows [R, D] of the entries in `arrays["read"]` and output rows [U, D] of all entries, from
+    `encode_hyper_rows`. long: use LongRoPE's long factors.
 
     Right padding needs no mask, because attention is causal. Logits of base ids, and of entries that are installed at a
     position, equal those of `model(ids, causal=True)` for each sample alone (tests).
     """
-    input_rows, output_rows = encode_hyper_rows(model, samples) if rows is None else rows
-    h = model.model.embed_tokens(samples.inputs)
-    is_hyper = (samples.input_rows >= 0)[..., None]
-    h = mx.where(is_hyper, input_rows[mx.maximum(samples.input_rows, 0)].astype(h.dtype), h)
-    positions = Positions(index=samples.index, long=samples.long)
+    input_rows, output_rows = rows
+    is_hyper = (arrays["input_rows"] >= 0)[..., None]
+    h = model.model.embed_tokens(arrays["inputs"])
+    h = mx.where(is_hyper, input_rows[mx.maximum(arrays["input_rows"], 0)].astype(h.dtype), h)
+    positions = Positions(index=arrays.get("index"), long=long)
     h = model.run_layers(model.scale_embeddings(h), [NoCache()] * len(model.layers), positions)
     base = model.base_logits(h)
-    slots = output_rows[samples.slots].astype(h.dtype)  # [B, K, D]
+    slots = output_rows[arrays["slots"]].astype(h.dtype)  # [B, K, D]
     hyper = model.soft_cap_logits(h @ slots.swapaxes(-1, -2))
     return ForwardOutputs(h, base[..., : model.layout.vocab_size], hyper, input_rows, output_rows)
 
 
-def encode_hyper_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
-    """Returns input rows [R, D] of the entries in `samples.read`, and output rows [U, D] of all entries.
+def encode_hyper_rows(model: Model, arrays: Arrays) -> tuple[mx.array, mx.array]:
+    """Returns input rows [R, D] of the entries in `arrays["read"]`, and output rows [U, D] of all entries.
 
     If encoders and matrices are tied, each entry is encoded once, and the input rows are a selection of output rows.
     """
-    output = encode_entries(model.row_encoder, model.head_matrix, samples.entries, samples.lengths)
+    entries, lengths, read = arrays["entries"], arrays["lengths"], arrays["read"]
+    output = encode_entries(model.row_encoder, model.head_matrix, entries, lengths)
     if model.sides_are_one:
-        return output[samples.read], output
-    entries, lengths = samples.entries[samples.read], samples.lengths[samples.read]
+        return output[read], output
+    entries, lengths = entries[read], lengths[read]
     return encode_entries(model.input_encoder, model.model.embed_tokens, entries, lengths), output
 
 

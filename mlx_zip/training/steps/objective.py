@@ -11,6 +11,7 @@ Rows of a pack's entries can be trained alone, with the model frozen, or togethe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +27,8 @@ from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.entries import pad_entries
 from mlx_zip.training.steps.batches import FINE_PADDING, Batch, Padding
 from mlx_zip.training.steps.forward_pass import (
+    Arrays,
     ForwardOutputs,
-    Samples,
     encode_entries,
     encode_hyper_rows,
     run_forward_pass,
@@ -67,6 +68,8 @@ class Trainee(nn.Module):
     hypertoken".
     """
 
+    loss_is_of_text = True  # whether the loss is a text's likelihood, so that reports include bits per byte
+
     def __init__(self, model: nn.Module, weights: LossWeights) -> None:
         super().__init__()
         self.model: Any = model
@@ -91,8 +94,7 @@ class Trainee(nn.Module):
             return sum_plain_nats(self.model(arrays["inputs"]), arrays)
         if "entries" not in arrays:
             raise ValueError("a zip model is trained on samples with a codebook")
-        samples = make_samples(arrays, long)
-        out = run_forward_pass(self.model, samples, self.make_hyper_rows(arrays, samples))
+        out = run_forward_pass(self.model, arrays, self.make_hyper_rows(arrays), long)
         sums = sum_joint_nats(out.base, out.hyper, arrays)
         if self.loss_weights.reconstruction:
             mean = self._reconstruction_loss(out, arrays)
@@ -101,9 +103,22 @@ class Trainee(nn.Module):
             sums["token_type"] = self._token_type_loss(out, arrays)
         return sums
 
-    def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array] | None:
-        """Returns a batch's hyper rows for `run_forward_pass`, None to use the hyper-encoders' rows."""
-        return None
+    def validation_figures(self, sums: Mapping[str, float]) -> tuple[dict[str, float], str]:
+        """Returns a validation's figures, for the log and as text: loss in nats per id, bits per byte, and more.
+
+        sums: sums over the validation samples, of the results of `losses`, and of `n_bytes`, `ids` and `base_ids`.
+        """
+        line = {
+            "val_loss": sums["nats"] / max(sums["count"], 1),
+            "val_bits_per_byte": sums["nats"] / math.log(2) / max(sums["n_bytes"], 1),
+            "val_base_tokens_per_step": sums["base_ids"] / max(sums["ids"], 1),
+        }
+        bits, per_step = line["val_bits_per_byte"], line["val_base_tokens_per_step"]
+        return line, f"validation {bits:.4f} bits per byte, {per_step:.3f} base tokens per step"
+
+    def make_hyper_rows(self, arrays: Arrays) -> tuple[mx.array, mx.array]:
+        """Returns a batch's hyper rows for `run_forward_pass`: those that the hyper-encoders make."""
+        return encode_hyper_rows(self.model, arrays)
 
     def base_losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
         """Returns `nats` and `count` of a batch of base ids, read without hypertokens.
@@ -113,13 +128,17 @@ class Trainee(nn.Module):
         model = self.model
         if not isinstance(model, Model):
             return sum_plain_nats(model(arrays["inputs"]), arrays)
-        none, row = mx.zeros((1,), mx.int32), mx.zeros((1, model.config.encoder.model_size))  # an unavailable entry
-        rows = mx.full(arrays["inputs"].shape, -1, mx.int32)
-        slots = mx.zeros((arrays["inputs"].shape[0], 1), mx.int32)
-        index = arrays["index"] if model.config.position_mode == "base_token_end" else None
-        samples = Samples(arrays["inputs"], none, rows, none[:, None], none, slots, index=index, long=long)
-        out = run_forward_pass(model, samples, (row, row))
-        return sum_joint_nats(out.base, out.hyper, {**arrays, "available": mx.zeros_like(arrays["targets"])})
+        row = mx.zeros((1, model.config.encoder.model_size))  # of an entry that is not available
+        without = {
+            **arrays,
+            "input_rows": mx.full(arrays["inputs"].shape, -1, mx.int32),
+            "slots": mx.zeros((arrays["inputs"].shape[0], 1), mx.int32),
+            "available": mx.zeros_like(arrays["targets"]),
+        }
+        if model.config.position_mode != "base_token_end":
+            del without["index"]
+        out = run_forward_pass(model, without, (row, row), long)
+        return sum_joint_nats(out.base, out.hyper, without)
 
     def _reconstruction_loss(self, out: ForwardOutputs, arrays: dict[str, mx.array]) -> mx.array:
         """Returns the mean cross entropy of entries' base ids, predicted from the entries' input and output rows."""
@@ -152,12 +171,6 @@ class Trainee(nn.Module):
         logits = self.type_head(out.hidden)[..., 0].astype(mx.float32)
         loss = nn.losses.binary_cross_entropy(logits, is_hyper, with_logits=True, reduction="none")
         return (loss * arrays["weights"]).sum()
-
-
-def make_samples(arrays: dict[str, mx.array], long: bool = False) -> Samples:
-    """Returns a batch's arrays for `run_forward_pass`. long: use LongRoPE's long factors."""
-    names = ("inputs", "read", "input_rows", "entries", "lengths", "slots")
-    return Samples(*(arrays[name] for name in names), index=arrays.get("index"), long=long)
 
 
 def sum_plain_nats(logits: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -234,9 +247,9 @@ class PackTrainee(Trainee):
         """Returns the batch with the pack's entries separated from the other entries, see `separate_pack`."""
         return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, len(self.output_rows), batch.padding))
 
-    def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
+    def make_hyper_rows(self, arrays: Arrays) -> tuple[mx.array, mx.array]:
         """Returns the pack's rows, followed by the hyper-encoder's rows of entries that the samples installed."""
-        grown = encode_hyper_rows(self.model, samples)
+        grown = encode_hyper_rows(self.model, arrays)
         return mx.concatenate([self.pack_input_rows, grown[0]]), mx.concatenate([self.output_rows, grown[1]])
 
 
@@ -259,12 +272,12 @@ class PackAndModelTrainee(Trainee):
         places = _places_in_pack(batch.arrays, size)
         return replace(batch, arrays={**batch.arrays, "in_pack": np.where(places < 0, size, places).astype(np.int32)})
 
-    def make_hyper_rows(self, arrays: Mapping[str, mx.array], samples: Samples) -> tuple[mx.array, mx.array]:
+    def make_hyper_rows(self, arrays: Arrays) -> tuple[mx.array, mx.array]:
         """Returns the encoder's rows, plus the trained rows for entries of the pack."""
-        read, output = encode_hyper_rows(self.model, samples)
+        read, output = encode_hyper_rows(self.model, arrays)
         places = arrays["in_pack"]
         own_read = self.input_rows if "input_rows" in self else self.output_rows
-        return read + _append_zero_row(own_read)[places[samples.read]], output + _append_zero_row(self.output_rows)[
+        return read + _append_zero_row(own_read)[places[arrays["read"]]], output + _append_zero_row(self.output_rows)[
             places
         ]
 

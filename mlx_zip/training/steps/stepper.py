@@ -72,9 +72,9 @@ class Stepper:
         for batch, is_long in zip(batches, long, strict=True):
             some, gradients = self._compiled_gradients(to_mlx_arrays(batch), gradients, is_long)
             sums = some if sums is None else {name: sums[name] + some[name] for name in sums}
-            decoder, encoders = _split_off_encoders(gradients)
-            mx.eval(sums, decoder)  # first: the encoders' gradients come last and need no activations of the decoder
-            mx.eval(encoders)
+            # first: the encoders' gradients come last and need no activations of the decoder
+            mx.eval(sums, [value for name, value in named_arrays(gradients) if not _is_encoder_weight(name, value)])
+            mx.eval(gradients)
         assert sums is not None
         sums |= {name: mx.array(count, mx.int64) for name, count in sum_batch_counts(batches).items()}
         sums["stop"] = mx.array(int(stop))
@@ -129,14 +129,6 @@ class Stepper:
         gradients, norm = clip_gradients(gradients, self.settings.max_grad_norm)
         self.optimizer.update(self.trainee, gradients)
         return norm
-
-
-def _split_off_encoders(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
-    flat = named_arrays(gradients)
-    return (
-        [value for name, value in flat if not name.removeprefix("model.").startswith(SIDES)],
-        [value for name, value in flat if name.removeprefix("model.").startswith(SIDES)],
-    )
 
 
 def to_mlx_arrays(batch: Batch) -> dict[str, mx.array]:

@@ -28,7 +28,8 @@ from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import ROWS
 from mlx_zip.training.steps.objective import Trainee
 
-Tensors = dict[str, torch.Tensor]
+USE_MLX = "train with --engine mlx"
+WEIGHT_FIELDS = ("weight", "bias", "lora_a", "lora_b")
 BODY_PREFIX, HEAD_WEIGHT = "model.model.", "model.lm_head.weight"  # names in the MLX trainee
 KEYS_NOT_OF_DECODER = ("zip2zip", "quantization", "quantization_config")
 PREFIXES_BESIDE_MODEL = ("decoder.", "type_head.", *ROWS)  # parts of a trainee that are not its model
@@ -57,66 +58,59 @@ class TorchModel(nn.Module):
         with other tensors.
         """
         super().__init__()
-        trained = {name for name, _ in named_arrays(trainee.trainable_parameters())}
+        self._trained_names = {name for name, _ in named_arrays(trainee.trainable_parameters())}
         source = trainee.model
         self.zip: ZipConfig | None = source.config if isinstance(source, Model) else None
         self.device, self.dtype = device, dtype
-        self._copier = _WeightCopier(trained, device, dtype)
+        self.trained: dict[str, nn.Parameter] = {}
         self.body = _make_transformers_decoder(config, device.type == "cpu" and dtype == torch.bfloat16).to(
             device, dtype
         )
         self.cap: float | None = getattr(self.body.config, "final_logit_softcapping", None)
         self.scale = float(getattr(self.body.embed_tokens, "scalar_embed_scale", 1.0))
-        self._copy_body_weights(source, dropout)
-        in_model = tuple(f"model.{side}" for side in SIDES)
+        self._copy_body_weights(source.model, dropout)
+        beside = (*(f"model.{side}" for side in SIDES), *PREFIXES_BESIDE_MODEL)
         named = named_arrays(trainee.parameters())
-        self.parts = self._copier.copy_all(
-            {n: v for n, v in named if n.startswith((*in_model, *PREFIXES_BESIDE_MODEL))}
-        )
+        self.parts = {n: self._copy(n, value) for n, value in named if n.startswith(beside)}
         head = getattr(source, "lm_head", None)
         tied = head is None or config.get("tie_word_embeddings") is True
-        self.head = self.body.embed_tokens.weight if tied else self._copier.copy_weight(HEAD_WEIGHT, head)
-        self.trained = self._copier.trained
-        if missing := sorted(trained - self.trained.keys()):
-            raise TrainingError(f"--engine torch has no place for {', '.join(missing[:4])}; train with --engine mlx")
+        embedding = self.body.embed_tokens.weight
+        self.head = embedding if tied else self._copy(HEAD_WEIGHT, matrix_rows(head, slice(None)))
+        if missing := sorted(self._trained_names - self.trained.keys()):
+            raise TrainingError(f"--engine torch has no place for {', '.join(missing[:4])}; {USE_MLX}")
         self._cast_weights_on_read()
 
-    def _copy_body_weights(self, source: Any, dropout: float) -> None:
-        """Copies the decoder's weights and inserts LoRA layers. Raises `TrainingError` naming a tensor that differs."""
-        filled: set[str] = set()
-        for name, module in source.model.named_modules():
-            if not name or not hasattr(module, "parameters"):
-                continue
-            if isinstance(module, LoRALinear):
-                inner = self.body.get_submodule(name)
-                self._copy_array(f"{name}.weight", inner, "weight", module.linear, filled)
-                if "bias" in module.linear:
-                    self._copy_array(f"{name}.bias", inner, "bias", module.linear, filled)
-                a, b = (
-                    self._copier.copy_value(f"{BODY_PREFIX}{name}.{side}", module[side])
-                    for side in ("lora_a", "lora_b")
-                )
-                parent, _, last = name.rpartition(".")
-                setattr(self.body.get_submodule(parent), last, Lora(inner, a, b, module.scale, dropout))
-            elif "weight" in module and f"{name}.linear" not in filled and not name.endswith(".linear"):
-                inner = self.body.get_submodule(name)
-                self._copy_array(f"{name}.weight", inner, "weight", module, filled)
-                if "bias" in module:
-                    self._copy_array(f"{name}.bias", inner, "bias", module, filled)
-        wanted = {name for name, _ in self.body.named_parameters() if ".lora_" not in name}
-        wanted = {name.replace(".linear.", ".") for name in wanted}
-        if lacking := sorted(wanted - filled):
-            raise TrainingError(f"--engine torch: the model lacks {', '.join(lacking[:4])}; train with --engine mlx")
+    def _copy(self, name: str, value: mx.array) -> torch.Tensor:
+        """Returns a copy of an MLX array on the device: a float32 parameter in `trained`, or a constant of `dtype`."""
+        tensor = to_torch(value).to(self.device)
+        if name not in self._trained_names:
+            return tensor.to(self.dtype)
+        self.trained[name] = nn.Parameter(tensor)
+        return self.trained[name]
 
-    def _copy_array(self, name: str, inner: nn.Module, field: str, module: Any, filled: set[str]) -> None:
-        path = BODY_PREFIX + name
-        is_weight = field == "weight"
-        value = self._copier.copy_weight(path, module) if is_weight else self._copier.copy_value(path, module[field])
-        there = getattr(inner, field, None)
-        if there is None or there.shape != value.shape:
-            raise TrainingError(f"--engine torch: {name} has shape {list(value.shape)}, transformers' differs")
-        setattr(inner, field, value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False))
-        filled.add(name)
+    def _copy_body_weights(self, source: Any, dropout: float) -> None:
+        """Inserts LoRA layers and copies the decoder's weights. Raises `TrainingError` naming a tensor that differs.
+
+        source: MLX's decoder, whose names are PyTorch's.
+        """
+        modules = {name: module for name, module in source.named_modules() if name and hasattr(module, "parameters")}
+        for name, module in modules.items():
+            if isinstance(module, LoRALinear):
+                parent, _, last = name.rpartition(".")
+                lora = Lora(self.body.get_submodule(name), module, dropout)
+                setattr(self.body.get_submodule(parent), last, lora)
+        arrays = [(path, field) for path, module in modules.items() for field in WEIGHT_FIELDS if field in module]
+        parameters = dict(self.body.named_parameters())
+        if differ := sorted(parameters.keys() ^ {f"{path}.{field}" for path, field in arrays}):
+            raise TrainingError(f"--engine torch: transformers' model differs in {', '.join(differ[:4])}; {USE_MLX}")
+        for path, field in arrays:
+            name, module = f"{path}.{field}", modules[path]
+            value = matrix_rows(module, slice(None)) if field == "weight" else module[field]
+            copied = self._copy(BODY_PREFIX + name, value)
+            if copied.shape != parameters[name].shape:
+                raise TrainingError(f"--engine torch: {name} has shape {list(copied.shape)}, transformers' differs")
+            own = copied if isinstance(copied, nn.Parameter) else nn.Parameter(copied, requires_grad=False)
+            setattr(self.body.get_submodule(path), field, own)
 
     def _cast_weights_on_read(self) -> None:
         """Makes layers cast trained weights to `dtype` at every use, also when activations are recomputed.
@@ -190,10 +184,11 @@ class TorchModel(nn.Module):
 class Lora(nn.Module):
     """A linear layer and its LoRA adapter: x W' + bias + scale * (dropout(x) A) B; A [in, r], B [r, out]."""
 
-    def __init__(self, linear: nn.Module, a: torch.Tensor, b: torch.Tensor, scale: float, dropout: float) -> None:
+    def __init__(self, linear: nn.Module, like: LoRALinear, dropout: float) -> None:
+        """like: MLX's layer, which gives the scale and the shapes of A and B. The values of A and B are set later."""
         super().__init__()
-        self.linear, self.lora_a, self.lora_b = linear, a, b
-        self.scale, self.dropout = scale, dropout
+        self.linear, self.scale, self.dropout = linear, like.scale, dropout
+        self.lora_a, self.lora_b = (nn.Parameter(torch.empty(side.shape)) for side in (like.lora_a, like.lora_b))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the output in x's dtype."""
@@ -209,27 +204,6 @@ class _CastOnRead(nn.Module):
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(self.dtype)
-
-
-class _WeightCopier:
-    """Copies MLX arrays to PyTorch: those in `names` as float32 parameters (`trained`), others as `dtype` constants."""
-
-    def __init__(self, names: set[str], device: torch.device, dtype: torch.dtype) -> None:
-        self.names, self.device, self.dtype = names, device, dtype
-        self.trained: dict[str, nn.Parameter] = {}
-
-    def copy_all(self, arrays: Mapping[str, mx.array]) -> Tensors:
-        return {name: self.copy_value(name, value) for name, value in arrays.items()}
-
-    def copy_weight(self, name: str, module: Any) -> torch.Tensor:
-        return self.copy_value(name, matrix_rows(module, slice(None)))
-
-    def copy_value(self, name: str, value: mx.array) -> torch.Tensor:
-        tensor = to_torch(value).to(self.device)
-        if name not in self.names:
-            return tensor.to(self.dtype)
-        self.trained[name] = nn.Parameter(tensor)
-        return self.trained[name]
 
 
 def to_torch(value: mx.array) -> torch.Tensor:
