@@ -24,7 +24,6 @@ from mlx_zip.bench.engines.workloads import REQUESTS
 from mlx_zip.bench.recording import load_before_bench, print_header, print_record, summarize_samples
 from mlx_zip.bench.tables.performance import serving_table
 from mlx_zip.engine.mlx.generate import stream_generate
-from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
 from mlx_zip.named import resolve_model_name
 from mlx_zip.progress import ProgressBar
@@ -73,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
             "one_stream": measure_one_stream(asked["zip"], *load(args.model), args),
             "streams": measure_many_streams(asked, args),
             "two_prompts": measure_two_prompts(asked["zip"], args),
-            "huge_prompts": measure_huge_prompts(servers["zip"], asked["zip"].model, args.trials),
         }
     figures["second_turn"] = cached_shares_of_later_turns(args.model)
     record = {
@@ -262,61 +260,3 @@ def long_prompt(words: int, number: int) -> str:
     names = ("dog", "cat", "girl", "boy", "bird", "bear", "fox", "frog")
     pieces = (STORY.format(names[(i + number) % 8], THINGS[(i // 8 + i * number) % 8]) for i in range(words))
     return " ".join((begin + "".join(pieces)).split()[:words])
-
-
-# ---- prompts of megabytes
-
-HUGE_BYTES, LARGE_BYTES, AT_ONCE = 30 << 20, 4 << 20, 4  # bytes of a prompt; bytes and number of concurrent ones
-SENTENCE = "Once upon a time there was a boat that wanted to see the sea. "
-SMALL = "Tell me a story about a frog."
-
-
-def measure_huge_prompts(server: ServerProcess, model: str, trials: int) -> dict[str, Any]:
-    """Returns the time to refuse a huge prompt, the growth of memory, and how long large prompts delay a small chat.
-
-    refused_ms: from the first byte sent to the last byte of the answer. growth_bytes: growth of the server's resident
-    memory over all trials, None if the system has no /proc. delay_ms: time of a small chat sent together with large
-    prompts, minus its time alone. The first trial is a warm-up.
-    """
-    refused, delays = [], []
-    huge, large = huge_prompt_body(model, HUGE_BYTES), huge_prompt_body(model, LARGE_BYTES)
-    before = after = server.resident_bytes()
-    with ProgressBar(trials + 1, "run", "Huge prompts") as count:
-        for trial in range(-1, trials):
-            refused_s = asyncio.run(time_refusal(server.port, huge))
-            alone_s = asyncio.run(time_small_chat(server.port, model, None))
-            loaded_s = asyncio.run(time_small_chat(server.port, model, large))
-            if trial < 0:
-                before = server.resident_bytes()
-            else:
-                refused.append(1000 * refused_s)
-                delays.append(1000 * (loaded_s - alone_s))
-            after = server.resident_bytes()
-            count()
-    growth = None if before is None or after is None else after - before
-    return {"refused_ms": summarize_samples(refused), "growth_bytes": growth, "delay_ms": summarize_samples(delays)}
-
-
-def huge_prompt_body(model: str, size: int) -> bytes:
-    text = (SENTENCE * (size // len(SENTENCE) + 1))[:size]
-    return f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{text}"}}]}}'.encode()
-
-
-async def time_refusal(port: int, body: bytes) -> float:
-    """Returns the seconds until a prompt is refused. Raises `MlxZipError` if the prompt is not refused."""
-    reply = await send_request(port, CHAT.path, body)
-    if reply.status != 400 or reply.body["error"]["code"] != "context_length_exceeded":
-        raise MlxZipError(f"a prompt of {len(body)} bytes was answered with status {reply.status}, not refused")
-    return reply.seconds
-
-
-async def time_small_chat(port: int, model: str, load: bytes | None) -> float:
-    """Returns the seconds of a small chat. load: body of large requests sent right before it; None: no load."""
-    others = [asyncio.ensure_future(time_refusal(port, load)) for _ in range(AT_ONCE)] if load else []
-    await asyncio.sleep(0)  # lets the large requests begin
-    body = CHAT.body([{"role": "user", "content": SMALL}], 16, False) | {"model": model}
-    begun = time.perf_counter()
-    await send_request(port, CHAT.path, body)
-    seconds = time.perf_counter() - begun
-    await asyncio.gather(*others)
-    return seconds

@@ -329,7 +329,6 @@ def interval_cell(figure: Mapping[str, Any]) -> str:
 
 # ---- the table of `bench serve`
 
-MOST_GROWN = 16  # MiB by which memory may grow from huge prompts, after the warm-up
 LEAST_CACHED = 0.95  # minimum cached share of a later turn's prompt
 
 
@@ -355,23 +354,12 @@ def serving_rows(record: Mapping[str, Any]) -> Iterator[list[str]]:
     yield serving_row(
         "two prompts: time to first text over one's", figures["two_prompts"]["ratio"]["median"], "{:.2f}", 2.2
     )
-    if "huge_prompts" in figures:  # older records have none
-        yield from huge_prompt_rows(figures["huge_prompts"])
     yield from stream_rows(f"{record['setting']['streams']} streams", figures["streams"])
     for when, shares in figures["second_turn"].items():
         for dialect in DIALECTS:
             yield serving_row(
                 f"cached, {when}, {dialect.name}", shares[dialect.name], "{:.1%}", LEAST_CACHED, most=False
             )
-
-
-def huge_prompt_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
-    yield serving_row("a prompt of 30 MiB is refused after", found["refused_ms"]["median"], "{:.0f} ms", 100)
-    yield serving_row(
-        "a small chat beside four prompts of 4 MiB is late by", found["delay_ms"]["median"], "{:.0f} ms", 100
-    )
-    if found["growth_bytes"] is not None:
-        yield serving_row("memory grows by", found["growth_bytes"] / 2**20, "{:.0f} MiB", MOST_GROWN)
 
 
 def stream_rows(name: str, servers: Mapping[str, Any]) -> Iterator[list[str]]:
