@@ -25,7 +25,7 @@ from mlx_zip.codec.arrays import read_npy
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError, MlxZipError
 
-from .recording import load_before_bench, print_record, summarize_samples
+from .recording import load_before_bench, print_record, run_in_turns, summarize_samples
 
 try:
     import zip2zip_compression as upstream
@@ -175,14 +175,10 @@ def time_ours_and_theirs(what: str, count: int, trials: int, ours: Callable[[], 
 
     what: the operation's name. count: number of ids that one call reads.
     """
-    mean_call_seconds(ours)  # warm-up
-    mine, other = [], []
-    for _ in range(trials):
-        mine.append(mean_call_seconds(ours) / count * 1e9)
-        if theirs:
-            other.append(mean_call_seconds(theirs) / count * 1e9)
-    record = {"what": what, "unit": "ns per id", "ids": count, "ours": summarize_samples(mine)}
-    return {**record, "upstream": summarize_samples(other) if other else None}
+    calls = {"ours": ours, "upstream": theirs} if theirs else {"ours": ours}
+    ways = {name: lambda trial, call=call: mean_call_seconds(call) / count * 1e9 for name, call in calls.items()}
+    found = {name: summarize_samples(samples) for name, samples in run_in_turns(ways, trials).items()}
+    return {"what": what, "unit": "ns per id", "ids": count, "upstream": None, **found}
 
 
 def mean_call_seconds(call: Callable[[], Any]) -> float:

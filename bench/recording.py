@@ -1,4 +1,7 @@
-"""The common fields of every JSON record of a bench: samples, machine, versions, commit, and the machine's load."""
+"""The loop that times several ways to do the same work, and the common fields of every JSON record of a bench.
+
+These fields are samples, machine, versions, commit, and the machine's load.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,30 @@ from statistics import median
 from typing import Any, TextIO
 
 from mlx_zip.errors import MlxZipError
+from mlx_zip.progress import ProgressBar
 
 from .records import read_lines, write_whole
+
+
+def run_in_turns(
+    ways: Mapping[Any, Callable[[int], Any]], trials: int, title: str = "", warmup: int = 1
+) -> dict[Any, list[Any]]:
+    """Calls every way once per round; returns each way's results, one per trial, without those of the warm-up rounds.
+
+    A different way goes first in each round, so that a machine that slows down affects all ways. A way is called with
+    the number of the trial, which is negative in a warm-up round. title: name of the progress bar, "" for none.
+    """
+    names = list(ways)
+    found: dict[Any, list[Any]] = {name: [] for name in names}
+    with ProgressBar((trials + warmup) * len(names), "run", title, shown=bool(title)) as count:
+        for trial in range(-warmup, trials):
+            first = trial % len(names)
+            for name in (*names[first:], *names[:first]):
+                result = ways[name](trial)
+                if trial >= 0:
+                    found[name].append(result)
+                count()
+    return found
 
 
 def summarize_samples(samples: Sequence[float]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Times a batch of requests against the same requests one after the other, with and without hypertokens.
 
-Both models run through mlx_zip's `stream_generate` and `stream_batch`. Each trial runs all four ways (two models,
-batched or not) and starts with a different one, so that a machine that slows down affects all four.
+Both models run through mlx_zip's `stream_generate` and `stream_batch`. Each trial runs all four ways: two models,
+batched or not.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,9 @@ from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests
-from mlx_zip.bench.recording import load_before_bench, print_header, print_record, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_header, print_record, run_in_turns, summarize_samples
 from mlx_zip.bench.tables.performance import KINDS, batch_table
 from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
-from mlx_zip.progress import ProgressBar
 
 from .ratios import median_with_interval
 
@@ -114,18 +114,13 @@ def measure_batch_gain(
     engines: Mapping[str, MlxEngine], prompts: Sequence[list[int]], args: argparse.Namespace
 ) -> dict:
     """Returns the record's `counts` (of one run; all runs emit equal ids) and `figures`. engines: "base" and "zip"."""
-    pairs = list(product(KINDS, WAYS))
-    runs: dict[tuple[str, str], list[TimedRun]] = {pair: [] for pair in pairs}
-    with ProgressBar((args.trials + 1) * len(pairs), "run", "Measuring") as count:
-        for trial in range(-1, args.trials):
-            first = trial % len(pairs)
-            for kind, way in (*pairs[first:], *pairs[:first]):
-                if args.cold:
-                    engines[kind].forget_encoded_rows()
-                found = answer_all_prompts(engines[kind], way, prompts, args.max_tokens)
-                if trial >= 0:
-                    runs[kind, way].append(found)
-                count()
+
+    def run(kind: str, way: str, trial: int) -> TimedRun:
+        if args.cold:
+            engines[kind].forget_encoded_rows()
+        return answer_all_prompts(engines[kind], way, prompts, args.max_tokens)
+
+    runs = run_in_turns({pair: partial(run, *pair) for pair in product(KINDS, WAYS)}, args.trials, "Measuring")
     whole = {pair: [run.base_tokens / run.seconds for run in found] for pair, found in runs.items()}
     return {
         "counts": emitted_counts(runs),

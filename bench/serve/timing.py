@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import islice, product
+from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,12 +22,11 @@ from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.recording import load_before_bench, print_header, print_record, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_header, print_record, run_in_turns, summarize_samples
 from mlx_zip.bench.tables.performance import serving_table
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.models.loading import load
 from mlx_zip.named import resolve_model_name
-from mlx_zip.progress import ProgressBar
 
 from .client import CHAT, DIALECTS, AskedServer, Dialect, Reply, first_text_s, send_request, served_model_name
 from .server_process import ServerProcess, serve_command
@@ -95,22 +95,21 @@ def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: arg
     overhead: time that the server adds, divided by the time of `stream_generate`. first_byte_ms: from the engine's
     first id to the arrival of the first text.
     """
-    served, here, late = [], [], []
-    with ProgressBar(2 * (args.trials + 1), "run", "One stream") as count:
-        for trial, content in zip(range(-1, args.trials), REQUESTS, strict=False):
-            wait_and_free_memory()
-            reply = asyncio.run(asked.answer(content, args.max_tokens))
-            count()
-            wait_and_free_memory()
-            begun = time.perf_counter()
-            chat = [{"role": "user", "content": content}]
-            last = list(stream_generate(model, tokenizer, chat, max_tokens=args.max_tokens))[-1]
-            seconds = time.perf_counter() - begun
-            count()
-            if trial >= 0:
-                served.append(CHAT.usage(reply)[2] / reply.seconds)
-                here.append(last.generation_tokens / seconds)
-                late.append(1000 * (first_text_s(reply) - server_reported_figures(reply)["first_id_s"]))
+
+    def ask(trial: int) -> Reply:
+        wait_and_free_memory()
+        return asyncio.run(asked.answer(request_of_trial(trial), args.max_tokens))
+
+    def generate_here(trial: int) -> float:
+        wait_and_free_memory()
+        begun, chat = time.perf_counter(), [{"role": "user", "content": request_of_trial(trial)}]
+        last = list(stream_generate(model, tokenizer, chat, max_tokens=args.max_tokens))[-1]
+        return last.generation_tokens / (time.perf_counter() - begun)
+
+    found = run_in_turns({"served": ask, "here": generate_here}, args.trials, "One stream")
+    replies, here = found["served"], found["here"]
+    served = [CHAT.usage(reply)[2] / reply.seconds for reply in replies]
+    late = [1000 * (first_text_s(reply) - server_reported_figures(reply)["first_id_s"]) for reply in replies]
     overhead = [b / a - 1 for a, b in zip(served, here, strict=True)]
     return {
         "served": {"unit": "base tokens/s", **summarize_samples(served)},
@@ -118,6 +117,10 @@ def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: arg
         "overhead": {"unit": "share of generate's time", **summarize_samples(overhead)},
         "first_byte_ms": summarize_samples(late),
     }
+
+
+def request_of_trial(trial: int) -> str:
+    return REQUESTS[trial % len(REQUESTS)]
 
 
 def server_reported_figures(reply: Reply) -> dict[str, Any]:
@@ -134,30 +137,24 @@ def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namesp
 
     gain: base tokens/s all at once divided by base tokens/s one by one. unfairness: see `unfairness_ratio`.
     """
-    pairs = list(product(asked, ("one_stream", "streams")))
-    rates: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
-    unfair: dict[str, list[float]] = {name: [] for name in asked}
-    contents = iter(REQUESTS * (args.trials + 1))
-    with ProgressBar((args.trials + 1) * len(pairs), "run", "Streams") as count:
-        for trial in range(-1, args.trials):
-            texts = list(islice(contents, args.streams))
-            first = trial % len(pairs)
-            for name, way in (*pairs[first:], *pairs[:first]):
-                wait_and_free_memory()
-                replies, seconds = asyncio.run(ask_all(asked[name], texts, args.max_tokens, way == "streams"))
-                if trial >= 0:
-                    rates[name, way].append(sum(CHAT.usage(reply)[2] for reply in replies) / seconds)
-                    if way == "streams":
-                        unfair[name].append(unfairness_ratio(replies))
-                count()
+
+    def run(name: str, way: str, trial: int) -> tuple[float, float]:
+        """Returns base tokens/s and the unfairness."""
+        wait_and_free_memory()
+        texts = [request_of_trial(trial * args.streams + i) for i in range(args.streams)]
+        replies, seconds = asyncio.run(ask_all(asked[name], texts, args.max_tokens, way == "streams"))
+        return sum(CHAT.usage(reply)[2] for reply in replies) / seconds, unfairness_ratio(replies)
+
+    pairs = product(asked, ("one_stream", "streams"))
+    runs = run_in_turns({pair: partial(run, *pair) for pair in pairs}, args.trials, "Streams")
     found = {}
     for name in asked:
-        one, many = rates[name, "one_stream"], rates[name, "streams"]
+        one, many = ([rate for rate, _ in runs[name, way]] for way in ("one_stream", "streams"))
         found[name] = {
             "one_stream": {"unit": "base tokens/s", **summarize_samples(one)},
             "streams": {"unit": "base tokens/s", **summarize_samples(many)},
             "gain": summarize_samples([b / a for a, b in zip(one, many, strict=True)]),
-            "unfairness": summarize_samples(unfair[name]),
+            "unfairness": summarize_samples([unfair for _, unfair in runs[name, "streams"]]),
         }
     return found
 
@@ -188,23 +185,14 @@ def unfairness_ratio(replies: Sequence[Reply]) -> float:
 
 def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the seconds to the first text of one long prompt, and of the slower of two long prompts sent together."""
-    alone, together, ratio = [], [], []
-    with ProgressBar(2 * (args.trials + 1), "run", "Two prompts") as count:
-        for trial in range(-1, args.trials):
-            texts = [long_prompt(args.prompt_words, 3 * trial + i) for i in range(3)]
-            one = asyncio.run(ask_all(asked, texts[:1], 4, True))[0]
-            count()
-            two = asyncio.run(ask_all(asked, texts[1:], 4, True))[0]
-            count()
-            if trial >= 0:
-                alone.append(first_text_s(one[0]))
-                together.append(max(map(first_text_s, two)))
-                ratio.append(together[-1] / alone[-1])
-    return {
-        "alone_s": summarize_samples(alone),
-        "together_s": summarize_samples(together),
-        "ratio": summarize_samples(ratio),
-    }
+
+    def run(prompts: Sequence[int], trial: int) -> float:
+        texts = [long_prompt(args.prompt_words, 3 * trial + i) for i in prompts]
+        return max(map(first_text_s, asyncio.run(ask_all(asked, texts, 4, True))[0]))
+
+    found = run_in_turns({"alone": partial(run, [0]), "together": partial(run, [1, 2])}, args.trials, "Two prompts")
+    ratios = [b / a for a, b in zip(found["alone"], found["together"], strict=True)]
+    return {f"{name}_s": summarize_samples(s) for name, s in found.items()} | {"ratio": summarize_samples(ratios)}
 
 
 # ---- later turns of long chats

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import print_record, summarize_samples
+from mlx_zip.bench.recording import print_record, run_in_turns, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapt_vocabulary, count_words
@@ -145,12 +145,7 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
         "adapted": lambda: time_call(lambda: kept.encoder.encode(data)),
         "adapted_fresh": lambda: time_encoding(BpeEncoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
     }
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
-    for trial in range(trials + 1):
-        for name, way in ways.items():
-            took = way()
-            if trial:  # trial 0 is a warm-up
-                speeds[name].append(len(data) / took / 1e6)
+    speeds = run_in_turns({name: lambda trial, way=way: len(data) / way() / 1e6 for name, way in ways.items()}, trials)
     return {
         "what": "encoding",
         "merges": n,
