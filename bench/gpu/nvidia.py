@@ -219,15 +219,14 @@ def run_steps(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
 
 
 def step_records(args: argparse.Namespace, plan: Sizes, shape: str, precision: str, ids: list[int]) -> Iterator[Record]:
-    from .step_timing import Plan, time_steps
+    from .step_timing import time_steps
 
-    timing = Plan(plan.context, plan.tokens, trials_for_shape(plan, shape))
+    setting = {"context": plan.context, "tokens": plan.tokens, "trials": trials_for_shape(plan, shape)}
     for engine, rows in engines_with_rows(args, shape, precision):
-        found = time_steps(engine, ids, timing, rows)
+        found = time_steps(engine, ids, **setting, rows=rows)
         moved, ms = sum(found["bytes"].values()), found["step"]["device_ms"]["median"]
         bandwidth = engine.bandwidth()
         model = {"name": shape_name(args, shape), "precision": precision, "weights": "random"}
-        setting = {"context": timing.context, "tokens": timing.tokens, "trials": timing.trials}
         share = round(moved / (1e-3 * ms) / bandwidth, 4)
         print(f"{model['name']} {precision} {engine.name} {rows}: {ms:.3f} ms, {share:.0%} of reading", flush=True)
         fields = {"engine": engine.name, "rows": rows, "model": model, "setting": setting, **found}
