@@ -19,7 +19,6 @@ from typing import Any
 from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
-from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests
 from mlx_zip.bench.recording import load_before_bench, print_header, print_record, run_in_turns, summarize_samples
 from mlx_zip.bench.tables.performance import KINDS, batch_table
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     models = models_from_folders(args.model, args.base)
     asked = make_conversations(models.tokenizer, read_requests(args.requests), args.rows, 1, args.max_tokens)
     prompts = [list(one.turns[0].prompt) for one in asked]
-    engines = {"base": MlxLm(models, models.plain), "zip": load_zip_engine(models)}
+    engines = {"base": MlxLm(models), "zip": MlxZip(models)}
     device = engines["zip"].device
     print_header("batch", models.name, device, f"{args.rows} requests, trials: {args.trials} after 1 warm-up")
     record = {
@@ -78,11 +77,6 @@ def run(args: argparse.Namespace) -> int:
     print_record(record, *PACKAGES)
     print(batch_table([record]), file=sys.stderr)
     return 0
-
-
-def load_zip_engine(models: Models) -> MlxZip:
-    assert models.zipped is not None
-    return MlxZip(models, models.zipped)
 
 
 def base_model_name(args: argparse.Namespace) -> str:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     check_flags_at_least(args, 2, "streams", "max_tokens")
     load_before_bench()
     models = models_from_folders(args.model, args.base)
-    device = MlxLm(models, models.plain).device
+    device = MlxLm(models).device
     print_header("serve", models.name, device, f"{args.streams} streams, trials: {args.trials} after 1 warm-up")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))

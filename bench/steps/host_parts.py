@@ -256,7 +256,7 @@ def measure_host_parts(
     prompt, text: base ids to read and to write. forced: whether the text is forced while parts are timed; if not, the
     model chooses. rests: seconds of rest before first ids are timed. After limit_s / 2 seconds no further round begins.
     """
-    begun, zipped = time.perf_counter(), MlxZip(models, models.zipped or models.plain)
+    begun, zipped = time.perf_counter(), MlxZip(models)
     marks: dict[str, list[Any]] = {"cold": [], "warm": []}
     for i in range(ROUNDS + 1):
         for rows, found in marks.items():

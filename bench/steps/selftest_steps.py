@@ -107,7 +107,7 @@ def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | N
     reads and writes as many ids as mlx_zip.
     """
     begun, runs = time.perf_counter(), defaultdict(list)
-    plain, zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped or models.plain)
+    plain, zipped = MlxLm(models), MlxZip(models)
     rounds = 0
     while rounds <= TRIALS and (rounds < 2 or (time.perf_counter() - begun) * (rounds + 1) / rounds < limit_s):
         for rows, ahead in WAYS:

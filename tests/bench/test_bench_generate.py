@@ -123,7 +123,7 @@ def test_a_shape_is_kept_in_the_precision_asked_for(precision):
     bits = {"16": 16, "8": 9, "4": 5}[precision]  # scales and biases of a group of 64 are a bit each, in float32
     assert sizes[0] / sizes[1] == pytest.approx(bits / 32, rel=0.02)
     text = [10, 11, 12, 10, 11, 12, 10, 11]
-    assert MlxZip(made, made.zipped).run(text, 8, text).base_ids == text
+    assert MlxZip(made).run(text, 8, text).base_ids == text
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
@@ -131,7 +131,7 @@ def test_a_shape_can_have_any_encoder(encoder):
     options = ZipOptions(encoder, 1, codebook_size=64)
     made = models_from_config("tiny", SHAPE, "float32", read_tokenizer("stories"), options)
     text = [10, 11, 12] * 4
-    run = MlxZip(made, made.zipped).run(text, 12, text)
+    run = MlxZip(made).run(text, 12, text)
     assert run.base_ids == text
     assert len(run.ids) < 12
 

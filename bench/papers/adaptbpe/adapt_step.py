@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -92,7 +93,8 @@ def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -
     """
     vocab_size = models.base_config["vocab_size"]
     kept = np.linspace(0, vocab_size - 1, max(1, round(share * vocab_size))).astype(np.uint32)
-    engines = {"whole": MlxLm(models, models.plain), "cut": MlxLm(models, make_model_with_kept_rows(models, kept))}
+    cut_models = replace(models, plain=make_model_with_kept_rows(models, kept))
+    engines = {"whole": MlxLm(models), "cut": MlxLm(cut_models)}
     eos = set(models.tokenizer.eos_token_ids)
     ids = [i for i in range(min(len(kept), len(models.tokenizer))) if i not in eos][-tokens:]
     if not ids:
