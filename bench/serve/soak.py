@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         "setting": record_setting(args),
         **found,
     }
-    print_record(record, "mlx", "mlx-lm")
+    print_record(record)
     wrong = {name: count for name, count in found["wrong"].items() if count}
     print(f"{args.requests} requests: {wrong or 'nothing wrong'}; {found['memory'] or NO_MEMORY}", file=sys.stderr)
     return 1 if wrong else 0

@@ -31,8 +31,6 @@ from mlx_zip.named import resolve_model_name
 from .client import CHAT, DIALECTS, AskedServer, Dialect, Reply, first_text_s, send_request, served_model_name
 from .server_process import ServerProcess, serve_command
 
-PACKAGES = ("mlx", "mlx-lm", "starlette", "uvicorn")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench serve`."""
@@ -81,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "figures": figures,
         "device": device,
     }
-    print_record(record, *PACKAGES)
+    print_record(record)
     print(serving_table(record), file=sys.stderr)
     return 0
 

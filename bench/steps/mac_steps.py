@@ -231,7 +231,7 @@ def measure_host() -> Iterator[dict[str, Any]]:
         for bits in PRECISIONS:
             host = {way: round(1e6 * seconds, 1) for way, seconds in time_host_steps(name, bits).items()}
             line = {"bench": "mac-host", "model": model, "bits": bits, "rounds": HOST_ROUNDS, "host_us": host}
-            yield {**line, **environment_fields("mlx", "mlx-lm")}
+            yield {**line, **environment_fields()}
 
 
 def time_host_steps(name: str, precision: str) -> dict[str, float]:

@@ -28,7 +28,6 @@ from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import Workload
 from mlx_zip.bench.generation.generate import (
-    PACKAGES,
     add_model_arguments,
     add_text_arguments,
     prepare_models_and_workloads,
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         for workload in workloads:
             record = profiler.measure(workload, count)
             count.clear()
-            print_record(record, *PACKAGES)
+            print_record(record)
             count.say(step_parts_table(record))
     return 0
 

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         )
         for share in args.keep:
             line = {"bench": "adapt_step", **measure_kept_share(models, share, args.tokens, args.trials)}
-            print_record({**line, "device": describe_mlx_device()}, "mlx", "mlx-lm")
+            print_record({**line, "device": describe_mlx_device()})
     return 0
 
 

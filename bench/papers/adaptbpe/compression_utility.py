@@ -181,4 +181,4 @@ def library_ids_of_our_tokens(base: BaseVocabulary) -> Any:
 
 
 def print_measurement(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
-    print_record({"bench": "adaptbpe", "text": name, "base": base.name, **record}, "tokenizers")
+    print_record({"bench": "adaptbpe", "text": name, "base": base.name, **record})

@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
                     "recipe": args.recipe,
                     **train_and_record(ModelRun(kind, size, seed), data, args),
                 }
-                print_record({**line, **describe_mlx_device()}, "mlx", "mlx-lm")
+                print_record({**line, **describe_mlx_device()})
     return 0
 
 

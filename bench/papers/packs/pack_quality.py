@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
         raise MlxZipError(f"--{missing[0]} is missing")
     for line in quality_records(args):
-        print_record(line, "mlx")
+        print_record(line)
     return 0
 
 

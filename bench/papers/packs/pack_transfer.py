@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_flags_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
     for line in transfer_records(args):
-        print_record(line, "mlx")
+        print_record(line)
     return 0
 
 

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     check_flags_at_least(args, 1, "trials")
     load_before_bench()
     for line in measure_figure(args):
-        print_record({"bench": "codec", **line}, "zip2zip_compression")
+        print_record({"bench": "codec", **line})
     return 0
 
 
