@@ -89,11 +89,11 @@ def run(args: argparse.Namespace) -> int:
             "codebook_size": slots,
             "trials": args.trials,
         }
-        codec = OurAndUpstreamCodec(CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled_ids(args.vocab_size)))
-        for record in time_whole_sequences(codec, sequences, args.trials):
+        params = CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled_ids(args.vocab_size))
+        for record in time_whole_sequences(params, sequences, args.trials):
             print_measurement(record, setting, data)
         if what == "windows":
-            for record in time_single_calls(codec, sequences, args.trials):
+            for record in time_single_calls(params, sequences, args.trials):
                 print_measurement(record, setting, data)
     return 0
 
@@ -133,21 +133,14 @@ def _disabled_ids(vocab_size: int) -> range:
     return range(vocab_size - UNMERGED, vocab_size)
 
 
-class OurAndUpstreamCodec:
-    """Parameters of our codec, and zip2zip-compression's objects with the same parameters.
-
-    theirs: that package's compressor. config: that package's configuration. Both are None if it is not installed.
-    """
-
-    def __init__(self, params: CodecParams) -> None:
-        self.params, pad = params, params.disabled_ids[0]
-        arguments = (params.vocab_size, params.codebook_size, params.merge_size, pad, list(params.disabled_ids))
-        self.theirs = upstream and upstream.LZWCompressor(*arguments)
-        self.config: Any = upstream and upstream.CompressionConfig(*arguments)
+def upstream_sizes(params: CodecParams) -> tuple[Any, ...]:
+    """Returns the arguments with which zip2zip-compression makes a codec of the same parameters."""
+    pad = params.disabled_ids[0] if params.pad_id is None else params.pad_id
+    return params.vocab_size, params.codebook_size, params.merge_size, pad, list(params.disabled_ids)
 
 
-def time_whole_sequences(codec: OurAndUpstreamCodec, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
-    params, theirs = codec.params, codec.theirs
+def time_whole_sequences(params: CodecParams, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
+    theirs = upstream and upstream.LZWCompressor(*upstream_sizes(params))
     compressed = [compress(params, ids)[0] for ids in sequences]
     base_lists, compressed_lists = [ids.tolist() for ids in sequences], [ids.tolist() for ids in compressed]
     encode = theirs and (lambda: [theirs.encode(ids) for ids in base_lists])
@@ -190,8 +183,7 @@ def mean_call_seconds(call: Callable[[], Any]) -> float:
     return elapsed / calls
 
 
-def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
-    params = codec.params
+def time_single_calls(params: CodecParams, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
     samples: dict[str, list[list[int]]] = {name: [] for name in ("push_one", "mark", "rewind_one", "upstream")}
     for trial in range(trials):
         ids = compress(params, sequences[trial % len(sequences)])[0].tolist()
@@ -200,7 +192,7 @@ def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], tria
         samples["mark"].append([time_call_ns(book.mark) for _ in ids])
         samples["rewind_one"].append([time_call_ns(book.rewind, mark) for mark in reversed(range(len(ids)))])
         if upstream is not None:
-            manager = upstream.CodebookManager(codec.config)
+            manager = upstream.CodebookManager(upstream.CompressionConfig(*upstream_sizes(params)))
             samples["upstream"].append([time_call_ns(manager.update_codebooks, [[x]]) for x in ids])
     theirs = samples.pop("upstream")
     for what, calls in samples.items():

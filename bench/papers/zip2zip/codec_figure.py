@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream
+from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream, upstream_sizes
 from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.recording import load_before_bench, print_record, run_in_turns, summarize_samples
 from mlx_zip.codec import CodecParams, compress
@@ -76,9 +76,8 @@ def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str,
 
     The times with the published codec are None if that codec is not installed.
     """
-    pad_id = vocabulary.size
-    params = CodecParams(pad_id + 1, WINDOW, MERGE_SIZE, pad_id=pad_id)
-    theirs = upstream and upstream.LZWCompressor(pad_id + 1, WINDOW, MERGE_SIZE, pad_id, [pad_id])
+    params = CodecParams(vocabulary.size + 1, WINDOW, MERGE_SIZE, pad_id=vocabulary.size)
+    theirs = upstream and upstream.LZWCompressor(*upstream_sizes(params))
     ids = list(vocabulary.encode(text))
     calls: dict[str, Callable[[], Any]] = {
         "tokenizer": lambda: vocabulary.encode(text),
