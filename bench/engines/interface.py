@@ -11,6 +11,7 @@ import numpy as np
 
 from mlx_zip.bench import machine
 from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import MlxZipError
 
 ENGINES = {
@@ -115,10 +116,10 @@ def compress_prompt_and_text(
 
     book: codebook that the prompt continues; not changed. prompt, text: base ids.
     """
-    prompt_ids = compress_next(book, np.asarray(prompt, np.uint32))
+    prompt_ids = compress_next(book, as_ids(prompt))
     following = book.copy()
     following.push(prompt_ids)
-    return prompt_ids, following.compress(np.asarray(text, np.uint32))
+    return prompt_ids, following.compress(as_ids(text))
 
 
 def kv_bytes_per_id(config: Mapping[str, Any], itemsize: int) -> int:

@@ -35,8 +35,8 @@ class CaseRunner:
 
     @property
     def status(self) -> int:
-        """The part's exit status: 1 if a case failed, else 0."""
-        return int(any(one["bench"] == FAILED for one in self.records))
+        """The part's exit status: 1 if a case failed or a check does not hold, else 0."""
+        return int(any(one["bench"] == FAILED or not one.get("holds", True) for one in self.records))
 
     def add(self, record: Record) -> None:
         """Adds a record and writes the file."""

@@ -18,11 +18,11 @@ from mlx_zip.bench.engines.cuda_engines import (
     TorchEngine,
     installed_row_bytes,
     prefill_in_chunks,
-    prompt_array,
 )
 from mlx_zip.bench.engines.device_clock import DeviceClock, wait_for_device
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.codec import compress_next
+from mlx_zip.codec.ids import as_ids
 from mlx_zip.cuda.kernels.dispatch import force_implementation
 from mlx_zip.cuda.model import CudaModel
 
@@ -64,7 +64,7 @@ def time_one_trial(
     """
     batch, device = engine.ready(len(prompt) + len(continuation) + 1), engine.model.device
     forced = compress_prompt_and_text(batch.book(0), prompt, continuation)[1]
-    ids = compress_next(batch.book(0), prompt_array(prompt))
+    ids = compress_next(batch.book(0), as_ids(prompt))
     wait_for_device(device)
     prefill.lap()
     prefill_in_chunks(batch, 0, ids)
