@@ -89,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
             "codebook_size": slots,
             "trials": args.trials,
         }
-        params = CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled_ids(args.vocab_size))
+        # the last base ids never merge, like a real tokenizer's special tokens
+        disabled = range(args.vocab_size - UNMERGED, args.vocab_size)
+        params = CodecParams(args.vocab_size, slots, MERGE_SIZE, disabled)
         for record in time_whole_sequences(params, sequences, args.trials):
             print_measurement(record, setting, data)
         if what == "windows":
@@ -126,11 +128,6 @@ def synthetic_ids(length: int, vocab_size: int) -> Uint32s:
         pieces.append(phrases[min(rng.zipf(1.2), 4000) - 1] if rng.random() < 0.3 else rng.zipf(1.3, 4))
         left -= len(pieces[-1])
     return (np.concatenate(pieces) % (vocab_size - UNMERGED))[:length].astype(np.uint32)
-
-
-def _disabled_ids(vocab_size: int) -> range:
-    """Returns the last base ids, which never merge here, like a real tokenizer's special tokens."""
-    return range(vocab_size - UNMERGED, vocab_size)
 
 
 def upstream_sizes(params: CodecParams) -> tuple[Any, ...]:

@@ -60,9 +60,10 @@ def run(args: argparse.Namespace) -> int:
     engines = {"base": MlxLm(models), "zip": MlxZip(models)}
     device = engines["zip"].device
     print_header("batch", models.name, device, f"{args.rows} requests, trials: {args.trials} after 1 warm-up")
+    base = Path(args.base).name if args.base else f"decoder of {Path(args.model).name}"
     record = {
         "bench": "batch",
-        "model": {"zip": models.name, "base": base_model_name(args), "precision": models.precision},
+        "model": {"zip": models.name, "base": base, "precision": models.precision},
         "setting": {
             "requests": args.rows,
             "max_tokens": args.max_tokens,
@@ -76,10 +77,6 @@ def run(args: argparse.Namespace) -> int:
     print_record(record)
     print(batch_table([record]), file=sys.stderr)
     return 0
-
-
-def base_model_name(args: argparse.Namespace) -> str:
-    return Path(args.base).name if args.base else f"decoder of {Path(args.model).name}"
 
 
 # ---- measuring

@@ -41,7 +41,7 @@ class CaseRunner:
     def add(self, record: Record) -> None:
         """Adds a record and writes the file."""
         self.records.append(record)
-        write_part_records(self.folder, self.part, self.records)
+        write_whole(records_path(self.folder, self.part), "".join(json.dumps(line) + "\n" for line in self.records))
 
     def record_card_state(self, when: str) -> None:
         """Adds a record of the GPU's clocks, power and temperature, if known. when: "before" or "after"."""
@@ -99,10 +99,6 @@ def check_folder_has_no_records(folder: Path, parts: Sequence[str]) -> None:
 
 def records_path(folder: Path, part: str) -> Path:
     return folder / f"{part}.jsonl"
-
-
-def write_part_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
-    write_whole(records_path(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_part_records(folder: Path, parts: Sequence[str]) -> list[Record]:
