@@ -25,7 +25,7 @@ from mlx_zip.codec.arrays import read_npy
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError, MlxZipError
 
-from .recording import load_before_bench, print_record, summarize_samples
+from .recording import load_before_bench, print_record, run_in_turns, summarize_samples
 
 try:
     import zip2zip_compression as upstream
@@ -89,11 +89,13 @@ def run(args: argparse.Namespace) -> int:
             "codebook_size": slots,
             "trials": args.trials,
         }
-        codec = OurAndUpstreamCodec(CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled_ids(args.vocab_size)))
-        for record in time_whole_sequences(codec, sequences, args.trials):
+        # the last base ids never merge, like a real tokenizer's special tokens
+        disabled = range(args.vocab_size - UNMERGED, args.vocab_size)
+        params = CodecParams(args.vocab_size, slots, MERGE_SIZE, disabled)
+        for record in time_whole_sequences(params, sequences, args.trials):
             print_measurement(record, setting, data)
         if what == "windows":
-            for record in time_single_calls(codec, sequences, args.trials):
+            for record in time_single_calls(params, sequences, args.trials):
                 print_measurement(record, setting, data)
     return 0
 
@@ -128,26 +130,14 @@ def synthetic_ids(length: int, vocab_size: int) -> Uint32s:
     return (np.concatenate(pieces) % (vocab_size - UNMERGED))[:length].astype(np.uint32)
 
 
-def _disabled_ids(vocab_size: int) -> range:
-    """Returns the last base ids, which never merge here, like a real tokenizer's special tokens."""
-    return range(vocab_size - UNMERGED, vocab_size)
+def upstream_sizes(params: CodecParams) -> tuple[Any, ...]:
+    """Returns the arguments with which zip2zip-compression makes a codec of the same parameters."""
+    pad = params.disabled_ids[0] if params.pad_id is None else params.pad_id
+    return params.vocab_size, params.codebook_size, params.merge_size, pad, list(params.disabled_ids)
 
 
-class OurAndUpstreamCodec:
-    """Parameters of our codec, and zip2zip-compression's objects with the same parameters.
-
-    theirs: that package's compressor. config: that package's configuration. Both are None if it is not installed.
-    """
-
-    def __init__(self, params: CodecParams) -> None:
-        self.params, pad = params, params.disabled_ids[0]
-        arguments = (params.vocab_size, params.codebook_size, params.merge_size, pad, list(params.disabled_ids))
-        self.theirs = upstream and upstream.LZWCompressor(*arguments)
-        self.config: Any = upstream and upstream.CompressionConfig(*arguments)
-
-
-def time_whole_sequences(codec: OurAndUpstreamCodec, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
-    params, theirs = codec.params, codec.theirs
+def time_whole_sequences(params: CodecParams, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
+    theirs = upstream and upstream.LZWCompressor(*upstream_sizes(params))
     compressed = [compress(params, ids)[0] for ids in sequences]
     base_lists, compressed_lists = [ids.tolist() for ids in sequences], [ids.tolist() for ids in compressed]
     encode = theirs and (lambda: [theirs.encode(ids) for ids in base_lists])
@@ -175,14 +165,10 @@ def time_ours_and_theirs(what: str, count: int, trials: int, ours: Callable[[], 
 
     what: the operation's name. count: number of ids that one call reads.
     """
-    mean_call_seconds(ours)  # warm-up
-    mine, other = [], []
-    for _ in range(trials):
-        mine.append(mean_call_seconds(ours) / count * 1e9)
-        if theirs:
-            other.append(mean_call_seconds(theirs) / count * 1e9)
-    record = {"what": what, "unit": "ns per id", "ids": count, "ours": summarize_samples(mine)}
-    return {**record, "upstream": summarize_samples(other) if other else None}
+    calls = {"ours": ours, "upstream": theirs} if theirs else {"ours": ours}
+    ways = {name: lambda trial, call=call: mean_call_seconds(call) / count * 1e9 for name, call in calls.items()}
+    found = {name: summarize_samples(samples) for name, samples in run_in_turns(ways, trials).items()}
+    return {"what": what, "unit": "ns per id", "ids": count, "upstream": None, **found}
 
 
 def mean_call_seconds(call: Callable[[], Any]) -> float:
@@ -194,8 +180,7 @@ def mean_call_seconds(call: Callable[[], Any]) -> float:
     return elapsed / calls
 
 
-def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
-    params = codec.params
+def time_single_calls(params: CodecParams, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
     samples: dict[str, list[list[int]]] = {name: [] for name in ("push_one", "mark", "rewind_one", "upstream")}
     for trial in range(trials):
         ids = compress(params, sequences[trial % len(sequences)])[0].tolist()
@@ -204,7 +189,7 @@ def time_single_calls(codec: OurAndUpstreamCodec, sequences: list[Uint32s], tria
         samples["mark"].append([time_call_ns(book.mark) for _ in ids])
         samples["rewind_one"].append([time_call_ns(book.rewind, mark) for mark in reversed(range(len(ids)))])
         if upstream is not None:
-            manager = upstream.CodebookManager(codec.config)
+            manager = upstream.CodebookManager(upstream.CompressionConfig(*upstream_sizes(params)))
             samples["upstream"].append([time_call_ns(manager.update_codebooks, [[x]]) for x in ids])
     theirs = samples.pop("upstream")
     for what, calls in samples.items():
@@ -230,5 +215,4 @@ def time_call_ns(call: Callable[..., Any], *args: Any) -> int:
 
 
 def print_measurement(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
-    line = {"bench": "codec", **record, "setting": setting, "data": data}
-    print_record(line, "zip2zip_compression")
+    print_record({"bench": "codec", **record, "setting": setting, "data": data})

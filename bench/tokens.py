@@ -25,6 +25,7 @@ from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
+from .codec import upstream_sizes
 from .recording import print_record
 
 WHOLE = "document"  # value of --windows: each document is one window
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             settings = list(distinct_settings(windows, args.merge_sizes, args.codebook_sizes))
             line = count_corpus(vocabulary, corpus, settings, disabled, upstream)
             line = {"bench": "tokens", "domain": domain, **line, "disabled": args.disabled}
-            print_record(line, "zip2zip_compression", vocabulary.library)
+            print_record(line)
             print(f"{vocabulary.name}, {domain}: {len(settings)} settings", file=sys.stderr)
     return 0
 
@@ -213,8 +214,7 @@ def count_pieces(params: CodecParams, pieces: Sequence[Uint32s]) -> tuple[int, i
 
 
 def check_against_upstream(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None:
-    sizes = params.vocab_size, params.codebook_size, params.merge_size
-    theirs = upstream.LZWCompressor(*sizes, params.pad_id, list(params.disabled_ids))
+    theirs = upstream.LZWCompressor(*upstream_sizes(params))
     for n, piece in enumerate(pieces):
         if compress(params, piece)[0].tolist() != list(theirs.encode(piece.tolist())[0]):
             raise MlxZipError(f"window {n} of {len(pieces)} at {params}: zip2zip-compression gives other ids")

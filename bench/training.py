@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         for name in args.only:
             record = {"step": bench.step, "torch": bench.torch}[name]()
             line = {"bench": "training", "what": name, **record, "setting": bench.setting, "data": bench.data_name}
-            print_record(line, "mlx", "mlx-lm")
+            print_record(line)
     return 0
 
 
@@ -176,7 +176,8 @@ class TrainingBench:
         """Measures a step and its unavoidable work; returns the record of `measure_steps`."""
         from .training_step import measure_steps
 
-        zipped, plain = (self._make(params)[0] for params in (self.shards.params, self._plain_codec_params()))
+        without = replace(self.shards.params, codebook_size=0, start=None)
+        zipped, plain = (self._make(params)[0] for params in (self.shards.params, without))
         return measure_steps(
             zipped, plain, self._load_samples(), self.shards.params, self._train_settings(), self.args.trials
         )
@@ -193,9 +194,6 @@ class TrainingBench:
 
         order = order_batches(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
         return [[self.shards[int(i)] for i in batch] for batch in order]
-
-    def _plain_codec_params(self) -> CodecParams:
-        return replace(self.shards.params, codebook_size=0, start=None)
 
     def _make(self, params: CodecParams) -> tuple[Any, dict[str, Any]]:
         """Returns a new model and its config.json."""

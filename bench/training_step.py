@@ -30,7 +30,7 @@ from mlx_zip.training.steps.forward_pass import Arrays
 from mlx_zip.training.steps.objective import LossWeights, Trainee
 from mlx_zip.training.steps.stepper import LOW_PRECISION, is_compiled, make_optimizer, to_mlx_arrays
 
-from .recording import summarize_samples
+from .recording import run_in_turns, summarize_samples
 
 
 def measure_steps(
@@ -49,12 +49,8 @@ def measure_steps(
     batches = [make_batch(some, params) for some in samples]
     whole, plain = (make_trained_stepper("mlx", model, {}, settings) for model in (zip_model, plain_model))
     calls = [make_timed_calls(whole, plain, batch, params) for batch in batches]
-    seconds: dict[str, list[float]] = {name: [] for name in calls[0]}
-    for trial in range(-len(batches), trials):
-        for name, call in calls[trial % len(batches)].items():
-            took = time_call(call)
-            if trial >= 0:
-                seconds[name].append(took)
+    ways = {name: lambda trial, name=name: time_call(calls[trial % len(batches)][name]) for name in calls[0]}
+    seconds = run_in_turns(ways, trials, warmup=len(batches))
     ratios = np.divide(seconds["zip step"], np.add(seconds["plain step"], seconds["encoders"]))
     counts = {name: sum(getattr(batch, name) for batch in batches) for name in ("ids", "base_ids")}
     entries = {f"{name}_entries": sum(getattr(one, name) for one in batches) for name in ("distinct", "installed")}

@@ -61,17 +61,9 @@ def make_engine(name: str, models: Models, options: Any) -> Engine:
 
         return VllmBenchEngine(name, models, options.vllm_args)
     if name.startswith("mlx-"):
-        return make_mlx_engine(name, models)
-    from .torch_engines import make_torch_engine
+        from .mlx_engines import MlxLm, MlxZip
 
-    return make_torch_engine(name, models, options.published)
+        return MlxLm(models) if name == "mlx-lm" else MlxZip(models)
+    from .torch_engines import PublishedZip2zipEngine, TransformersEngine
 
-
-def make_mlx_engine(name: str, models: Models) -> Engine:
-    from .mlx_engines import MlxLm, MlxZip
-
-    if name == "mlx-lm":
-        return MlxLm(models, models.plain)
-    if models.zipped is None:
-        raise MlxZipError(f"{name} needs a model with hypertokens: --model or --shape")
-    return MlxZip(models, models.zipped)
+    return PublishedZip2zipEngine(models, options.published) if name == "zip2zip" else TransformersEngine(models, name)

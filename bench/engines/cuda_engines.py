@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import compress_next
+from mlx_zip.codec.ids import as_ids
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
@@ -153,7 +154,7 @@ class TorchEngine(EngineOnTorch):
         forced = None if replay is None else compress_prompt_and_text(batch.book(0), prompt, replay)[1]
         detokenizer, ends = self.tokenizer.detokenizer, frozenset(self.tokenizer.eos_token_ids)
         begun = time.perf_counter()
-        ids = compress_next(batch.book(0), prompt_array(prompt))
+        ids = compress_next(batch.book(0), as_ids(prompt))
         run = Run(len(ids))
         prefill_in_chunks(batch, 0, ids)
         steps = GreedySteps(batch, tokens, ends) if forced is None else ReplayedSteps(batch, tokens, forced)
@@ -197,7 +198,7 @@ def generate_greedily(
         raise ModelError("the batch holds a sequence, or is another model's")
     row = batch.add(pack)
     try:
-        prefill_in_chunks(batch, row, compress_next(batch.book(row), np.asarray(base_ids)), chunk)
+        prefill_in_chunks(batch, row, compress_next(batch.book(row), as_ids(base_ids)), chunk)
         yield from GreedySteps(batch, max_tokens, eos_ids)
     finally:
         batch.remove(row)
@@ -267,11 +268,6 @@ def conversation_batch(model: CudaModel, held: list[Batch]) -> Batch:
         held.append(Batch(model, 1, min(model.folder.decoder.positions, 4096)))
         held[0].add()
     return held[0]
-
-
-def prompt_array(prompt: Sequence[int]) -> Any:
-    """Returns base ids as a uint32 array for the codec."""
-    return np.asarray(prompt, np.uint32)
 
 
 def cut_after_eos(ids: Sequence[int], limit: int, ends: Collection[int]) -> list[int]:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ CARD_SIDE = 16384  # side of the float32 matrix (1 GB, larger than any cache) wi
 class DeviceClock:
     """Measures the times between calls of `lap`. device_ms: times on the device. host_ms: times on the host.
 
-    Both lists are complete after `stop`. On a CPU, both hold the host's times.
+    Both lists are complete after `stop`, after which further laps may follow. On a CPU, both hold the host's times.
     """
 
     device: torch.device
@@ -44,13 +45,14 @@ class DeviceClock:
             self._marks.append(event)
 
     def stop(self) -> DeviceClock:
-        """Waits for the device and computes the times."""
-        self.host_ms += [1e3 * (b - a) for a, b in zip(self._host, self._host[1:], strict=False)]
+        """Waits for the device, and adds the times between the laps since the last stop."""
+        self.host_ms += [1e3 * (b - a) for a, b in pairwise(self._host)]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self.device_ms += [a.elapsed_time(b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+            self.device_ms += [a.elapsed_time(b) for a, b in pairwise(self._marks)]
         else:
             self.device_ms = self.host_ms
+        self._host, self._marks = [], []
         return self
 
     def record(self) -> dict[str, Any]:

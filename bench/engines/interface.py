@@ -11,6 +11,7 @@ import numpy as np
 
 from mlx_zip.bench import machine
 from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import MlxZipError
 
 ENGINES = {
@@ -36,7 +37,8 @@ class Run:
     the ids that each step emitted (without drafts, one id). base_ids: base ids of all emitted ids, cut where the text
     ends. first_base: number of base ids that the first step emitted. text_bytes: UTF-8 bytes of the text. kv_ids: ids
     in the KV cache at the end. row_bytes: bytes of hyper rows that a step reads at the end. second_bodies: number of
-    steps that ran the decoder's layers twice. peak_bytes: peak memory, None if unknown.
+    steps that ran the decoder's layers twice. peak_bytes: peak memory, None if unknown. The comparison of engines sets
+    prompt_tokens, the length of the prompt in base ids, and joules, the energy used, None if unknown.
     """
 
     prompt_ids: int
@@ -49,6 +51,8 @@ class Run:
     row_bytes: int = 0
     second_bodies: int = 0
     peak_bytes: int | None = None
+    prompt_tokens: int = 0
+    joules: float | None = None
 
     def step(self, seconds: float, ids: Iterable[int], base_ids: Iterable[int]) -> None:
         """Records a step: seconds since the request began, the emitted ids, and the base ids that they stand for."""
@@ -112,10 +116,10 @@ def compress_prompt_and_text(
 
     book: codebook that the prompt continues; not changed. prompt, text: base ids.
     """
-    prompt_ids = compress_next(book, np.asarray(prompt, np.uint32))
+    prompt_ids = compress_next(book, as_ids(prompt))
     following = book.copy()
     following.push(prompt_ids)
-    return prompt_ids, following.compress(np.asarray(text, np.uint32))
+    return prompt_ids, following.compress(as_ids(text))
 
 
 def kv_bytes_per_id(config: Mapping[str, Any], itemsize: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_zip.config import SIDES
+from mlx_zip.errors import MlxZipError
 from mlx_zip.models.rows.fingerprints import named_arrays
 
 from .interface import Engine, Run, compress_prompt_and_text, kv_bytes_per_id
@@ -84,6 +85,9 @@ class MlxLm(MlxEngine):
 
     name = "mlx-lm"
 
+    def __init__(self, models: Models) -> None:
+        super().__init__(models, models.plain)
+
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
         """See `MlxEngine._run`. held: the conversation's KV caches."""
         from mlx_lm import stream_generate
@@ -107,8 +111,12 @@ class MlxZip(MlxEngine):
 
     name = "mlx-zip"
 
-    def __init__(self, models: Models, make: Callable[[], Any]) -> None:
-        super().__init__(models, lambda: with_memory_row_store(make()))
+    def __init__(self, models: Models) -> None:
+        """Raises `MlxZipError` if there is no model with hypertokens."""
+        zipped = models.zipped
+        if zipped is None:
+            raise MlxZipError(f"{self.name} needs a model with hypertokens: --model or --shape")
+        super().__init__(models, lambda: with_memory_row_store(zipped()))
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
         """See `MlxEngine._run`. held: the conversation's KV caches, and its `ZipState` last."""

@@ -95,7 +95,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-NARROW: dict[str, dict[str, Any]] = {  # sizes for rehearsals, by model_type
+# sizes of small models by model_type: quantized layers need 64 columns, LongRoPE needs 48 factors
+NARROW: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     "phi3": {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2},
 }
@@ -118,7 +119,7 @@ class ZipOptions:
 
 
 def narrow_shape_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a shape's config.json with two narrow layers and a small vocabulary, for rehearsals."""
+    """Returns a shape's config.json with two narrow layers and a small vocabulary, for rehearsals and for counts."""
     return {**config, **SMALL, **NARROW[config["model_type"]]}
 
 

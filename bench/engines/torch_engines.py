@@ -26,24 +26,12 @@ from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.model_folder import read_model_config
 
 from .device_clock import EngineOnTorch
-from .interface import Engine, Run, compress_prompt_and_text, kv_bytes_per_id
+from .interface import Run, compress_prompt_and_text, kv_bytes_per_id
 from .shape_table import Models
 
 HAS_MLX = find_spec("mlx") is not None
 DTYPES = {"float32": torch.float32, "16": torch.bfloat16, "as stored": "auto"}
 OWN_DTYPES = {"hf-float32": torch.float32, "hf-bfloat16": torch.bfloat16}  # engines with a fixed dtype
-
-
-def make_torch_engine(name: str, models: Models, published: str | None) -> Engine:
-    """Returns an engine of transformers, or `zip2zip`. published: the checkpoint folder for zip2zip.
-
-    Raises `MlxZipError` if the engine cannot run these models.
-    """
-    if name == "zip2zip":
-        if published is None:
-            raise MlxZipError("zip2zip needs --published, a checkpoint as `mlx_zip export` writes it")
-        return PublishedZip2zipEngine(models, published)
-    return TransformersEngine(models, name)
 
 
 class _GenerateEngine(EngineOnTorch):
@@ -156,6 +144,7 @@ class TransformersEngine(_GenerateEngine):
     """
 
     def __init__(self, models: Models, name: str) -> None:
+        """Raises `MlxZipError` if transformers cannot load the plain model."""
         self.name = name
         model = load_transformers_model(models, name)
         super().__init__(models, model, model)
@@ -197,11 +186,14 @@ class PublishedZip2zipEngine(_GenerateEngine):
 
     name = "zip2zip"
 
-    def __init__(self, models: Models, folder: str) -> None:
-        from zip2zip.model import Zip2ZipModel  # type: ignore[import-not-found]
-
+    def __init__(self, models: Models, folder: str | None) -> None:
+        """folder: a checkpoint of the package. Raises `MlxZipError` if it is None, missing or another model."""
+        if folder is None:
+            raise MlxZipError("zip2zip needs --published, a checkpoint as `mlx_zip export` writes it")
         if not Path(folder).is_dir():
             raise MlxZipError(f"--published {folder}: no such folder")
+        from zip2zip.model import Zip2ZipModel  # type: ignore[import-not-found]
+
         model: Any = Zip2ZipModel.from_pretrained(folder, dtype="auto", attn_implementation="eager").to(
             default_torch_device()
         )

@@ -1,7 +1,7 @@
 """Times a batch of requests against the same requests one after the other, with and without hypertokens.
 
-Both models run through mlx_zip's `stream_generate` and `stream_batch`. Each trial runs all four ways (two models,
-batched or not) and starts with a different one, so that a machine that slows down affects all four.
+Both models run through mlx_zip's `stream_generate` and `stream_batch`. Each trial runs all four ways: two models,
+batched or not.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,13 @@ from typing import Any
 from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
-from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests
-from mlx_zip.bench.recording import load_before_bench, print_header, print_record, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_header, print_record, run_in_turns, summarize_samples
 from mlx_zip.bench.tables.performance import KINDS, batch_table
 from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
-from mlx_zip.progress import ProgressBar
 
 from .ratios import median_with_interval
 
-PACKAGES = ("mlx", "mlx-lm")
 WAYS = ("one_stream", "batch")
 
 
@@ -59,12 +57,13 @@ def run(args: argparse.Namespace) -> int:
     models = models_from_folders(args.model, args.base)
     asked = make_conversations(models.tokenizer, read_requests(args.requests), args.rows, 1, args.max_tokens)
     prompts = [list(one.turns[0].prompt) for one in asked]
-    engines = {"base": MlxLm(models, models.plain), "zip": load_zip_engine(models)}
+    engines = {"base": MlxLm(models), "zip": MlxZip(models)}
     device = engines["zip"].device
     print_header("batch", models.name, device, f"{args.rows} requests, trials: {args.trials} after 1 warm-up")
+    base = Path(args.base).name if args.base else f"decoder of {Path(args.model).name}"
     record = {
         "bench": "batch",
-        "model": {"zip": models.name, "base": base_model_name(args), "precision": models.precision},
+        "model": {"zip": models.name, "base": base, "precision": models.precision},
         "setting": {
             "requests": args.rows,
             "max_tokens": args.max_tokens,
@@ -75,18 +74,9 @@ def run(args: argparse.Namespace) -> int:
         **measure_batch_gain(engines, prompts, args),
         "device": device,
     }
-    print_record(record, *PACKAGES)
+    print_record(record)
     print(batch_table([record]), file=sys.stderr)
     return 0
-
-
-def load_zip_engine(models: Models) -> MlxZip:
-    assert models.zipped is not None
-    return MlxZip(models, models.zipped)
-
-
-def base_model_name(args: argparse.Namespace) -> str:
-    return Path(args.base).name if args.base else f"decoder of {Path(args.model).name}"
 
 
 # ---- measuring
@@ -114,18 +104,13 @@ def measure_batch_gain(
     engines: Mapping[str, MlxEngine], prompts: Sequence[list[int]], args: argparse.Namespace
 ) -> dict:
     """Returns the record's `counts` (of one run; all runs emit equal ids) and `figures`. engines: "base" and "zip"."""
-    pairs = list(product(KINDS, WAYS))
-    runs: dict[tuple[str, str], list[TimedRun]] = {pair: [] for pair in pairs}
-    with ProgressBar((args.trials + 1) * len(pairs), "run", "Measuring") as count:
-        for trial in range(-1, args.trials):
-            first = trial % len(pairs)
-            for kind, way in (*pairs[first:], *pairs[:first]):
-                if args.cold:
-                    engines[kind].forget_encoded_rows()
-                found = answer_all_prompts(engines[kind], way, prompts, args.max_tokens)
-                if trial >= 0:
-                    runs[kind, way].append(found)
-                count()
+
+    def run(kind: str, way: str, trial: int) -> TimedRun:
+        if args.cold:
+            engines[kind].forget_encoded_rows()
+        return answer_all_prompts(engines[kind], way, prompts, args.max_tokens)
+
+    runs = run_in_turns({pair: partial(run, *pair) for pair in product(KINDS, WAYS)}, args.trials, "Measuring")
     whole = {pair: [run.base_tokens / run.seconds for run in found] for pair, found in runs.items()}
     return {
         "counts": emitted_counts(runs),

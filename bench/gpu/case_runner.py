@@ -22,7 +22,6 @@ from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import Record, read_lines, write_whole
 from mlx_zip.errors import MlxZipError, failure_reason, first_message_line
 
-PACKAGES = ("torch", "triton", "safetensors", "transformers")
 FAILED = "nvidia-error"  # field `bench` in the record of a failed case
 CARD = "nvidia-card"  # field `bench` in the record of the GPU's state
 
@@ -36,13 +35,13 @@ class CaseRunner:
 
     @property
     def status(self) -> int:
-        """The part's exit status: 1 if a case failed, else 0."""
-        return int(any(one["bench"] == FAILED for one in self.records))
+        """The part's exit status: 1 if a case failed or a check does not hold, else 0."""
+        return int(any(one["bench"] == FAILED or not one.get("holds", True) for one in self.records))
 
     def add(self, record: Record) -> None:
         """Adds a record and writes the file."""
         self.records.append(record)
-        write_part_records(self.folder, self.part, self.records)
+        write_whole(records_path(self.folder, self.part), "".join(json.dumps(line) + "\n" for line in self.records))
 
     def record_card_state(self, when: str) -> None:
         """Adds a record of the GPU's clocks, power and temperature, if known. when: "before" or "after"."""
@@ -74,7 +73,7 @@ class CaseRunner:
 
 def make_record(bench: str, **fields: Any) -> Record:
     """Returns a record of `fields` and of the fields that all records have, such as machine and versions."""
-    return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **environment_fields(*PACKAGES)}
+    return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **environment_fields()}
 
 
 # ---- the folder of records
@@ -100,10 +99,6 @@ def check_folder_has_no_records(folder: Path, parts: Sequence[str]) -> None:
 
 def records_path(folder: Path, part: str) -> Path:
     return folder / f"{part}.jsonl"
-
-
-def write_part_records(folder: Path, part: str, lines: Iterable[Record]) -> None:
-    write_whole(records_path(folder, part), "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_part_records(folder: Path, parts: Sequence[str]) -> list[Record]:

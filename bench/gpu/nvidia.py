@@ -64,8 +64,9 @@ def run(args: argparse.Namespace) -> int:
     for part in parts:
         cases = CaseRunner(args.out, part)
         cases.record_card_state("before")
-        status = max(status, PARTS[part](args, plan, cases))
+        PARTS[part](args, plan, cases)
         cases.record_card_state("after")
+        status = max(status, cases.status)
     return status
 
 
@@ -163,12 +164,11 @@ def read_base_ids(args: argparse.Namespace, count: int) -> list[int]:
 # ---- parts
 
 
-def run_checks(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
+def run_checks(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
     from .card_checks import all_card_checks
 
     for name, check in all_card_checks(None, plan.greedy):
         cases.run(name, partial(check_records, check))
-    return 0 if cases.status == 0 and all(one.get("holds", True) for one in cases.records) else 1
 
 
 def check_records(check: Callable[[], Iterator[Record]]) -> Iterator[Record]:
@@ -177,7 +177,7 @@ def check_records(check: Callable[[], Iterator[Record]]) -> Iterator[Record]:
         yield make_record("checks", **line)
 
 
-def run_kernels(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
+def run_kernels(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
     import torch
 
     from mlx_zip.bench.engines.device_clock import bandwidth_matrix_side, measure_read_bandwidth
@@ -197,7 +197,6 @@ def run_kernels(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int
         for case in kernels.memory_control_cases(device, bandwidth_matrix_side(device)):
             model = {"name": "memory"}
             cases.run(f"memory {case.name}", partial(kernel_record, plan, case, model, device, bandwidth))
-    return cases.status
 
 
 def kernel_record(plan: Sizes, case: Any, model: dict[str, str], device: Any, bandwidth: float) -> list[Record]:
@@ -211,23 +210,21 @@ def kernel_record(plan: Sizes, case: Any, model: dict[str, str], device: Any, ba
     return [make_record("kernels", **fields, read_bytes_per_s=round(bandwidth), yardstick=torch_yardstick(device))]
 
 
-def run_steps(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
+def run_steps(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
     ids = read_base_ids(args, plan.context + plan.tokens)
     for shape, precision in STEPS:
         cases.run(f"steps of {shape}, {precision} bit", partial(step_records, args, plan, shape, precision, ids))
-    return cases.status
 
 
 def step_records(args: argparse.Namespace, plan: Sizes, shape: str, precision: str, ids: list[int]) -> Iterator[Record]:
-    from .step_timing import Plan, time_steps
+    from .step_timing import time_steps
 
-    timing = Plan(plan.context, plan.tokens, trials_for_shape(plan, shape))
+    setting = {"context": plan.context, "tokens": plan.tokens, "trials": trials_for_shape(plan, shape)}
     for engine, rows in engines_with_rows(args, shape, precision):
-        found = time_steps(engine, ids, timing, rows)
+        found = time_steps(engine, ids, **setting, rows=rows)
         moved, ms = sum(found["bytes"].values()), found["step"]["device_ms"]["median"]
         bandwidth = engine.bandwidth()
         model = {"name": shape_name(args, shape), "precision": precision, "weights": "random"}
-        setting = {"context": timing.context, "tokens": timing.tokens, "trials": timing.trials}
         share = round(moved / (1e-3 * ms) / bandwidth, 4)
         print(f"{model['name']} {precision} {engine.name} {rows}: {ms:.3f} ms, {share:.0%} of reading", flush=True)
         fields = {"engine": engine.name, "rows": rows, "model": model, "setting": setting, **found}
@@ -245,19 +242,17 @@ def engines_with_rows(args: argparse.Namespace, shape: str, precision: str) -> I
     yield zipped, "cold"
 
 
-def run_generate(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
+def run_generate(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
     if own := [name for name in args.engines if name.startswith("torch-")]:
         for shape, precision in WHOLE:
             run_whole_requests(args, plan, cases, own, shape, precision, trials_for_shape(plan, shape))
-    return cases.status
 
 
-def run_other_engines(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
+def run_other_engines(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
     """Runs each engine of another library as a case of its own, so that a failing engine stops no other."""
     for name in args.engines:
         if not name.startswith("torch-"):
             run_whole_requests(args, plan, cases, [name], OTHERS, "16", min(plan.trials, 2))
-    return cases.status
 
 
 def run_whole_requests(
@@ -287,10 +282,9 @@ def whole_request_records(flags: list[str]) -> Iterator[Record]:
         yield record
 
 
-def run_trace(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
+def run_trace(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
     ids = read_base_ids(args, plan.context + plan.traced)
     cases.run("traces", partial(trace_records, args, plan, ids))
-    return cases.status
 
 
 def trace_records(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iterator[Record]:
@@ -303,7 +297,7 @@ def trace_records(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iter
             yield make_record("trace", model=model, **found, device=engine.device)
 
 
-def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> int:
+def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
     from .targets import judge_targets
 
     records = read_part_records(args.out, [part for part in PARTS if part != "summary"]) + read_float64_test_record(
@@ -321,10 +315,9 @@ def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> i
     for one in (record for record in records if record["bench"] == CARD):
         if found := active_clock_limits(one["state"]):
             print(f"   held back  {one['when']} {one['part']}: {', '.join(found)}, at {one['state']['clocks.sm']}")
-    return 0
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, Sizes, CaseRunner], int]] = {  # in the order in which they run
+PARTS: dict[str, Callable[[argparse.Namespace, Sizes, CaseRunner], None]] = {  # in the order in which they run
     "checks": run_checks,
     "steps": run_steps,
     "generate": run_generate,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,68 +18,53 @@ from mlx_zip.bench.engines.cuda_engines import (
     TorchEngine,
     installed_row_bytes,
     prefill_in_chunks,
-    prompt_array,
 )
 from mlx_zip.bench.engines.device_clock import DeviceClock, wait_for_device
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.codec import compress_next
+from mlx_zip.codec.ids import as_ids
 from mlx_zip.cuda.kernels.dispatch import force_implementation
 from mlx_zip.cuda.model import CudaModel
 
 from .kernel_launches import LaunchCounts, count_step_costs
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a trial times: the prefill of `context` base ids, then the steps that write `tokens` more.
-
-    trials: number of timed trials. warmup: number of untimed trials before them.
-    """
-
-    context: int
-    tokens: int
-    trials: int
-    warmup: int = 1
-
-
-@dataclass
-class TimedTrial:
-    """Times of one prefill and of the steps after it. bytes: what an average step reads: weights, kv, rows."""
-
-    prefill: DeviceClock
-    steps: DeviceClock
-    prompt_ids: int
-    bytes: dict[str, int]
-
-
-def time_steps(engine: TorchEngine, text: Sequence[int], plan: Plan, rows: str) -> dict[str, Any]:
+def time_steps(
+    engine: TorchEngine, text: Sequence[int], context: int, tokens: int, trials: int, rows: str
+) -> dict[str, Any]:
     """Returns times of prefill (per trial) and of steps in ms, with all samples, and the bytes that a step reads.
 
-    text: base ids to read and then to write. rows: "warm" keeps the rows of earlier trials, "cold" drops them.
+    text: base ids, of which a trial reads `context` and writes `tokens` more. The first trial is a warm-up. rows:
+    "warm" keeps the rows of earlier trials, "cold" drops them.
     """
-    trials = []
-    for trial in range(-plan.warmup, plan.trials):
+    prompt, continuation = text[:context], text[context : context + tokens]
+    for trial in range(-1, trials):
         if rows == "cold":
             engine.forget_encoded_rows()
-        done = time_one_trial(engine, text[: plan.context], text[plan.context : plan.context + plan.tokens])
-        if trial >= 0:
-            trials.append(done)
-    last = trials[-1]
+        if trial <= 0:  # the clocks of the warm-up are dropped
+            prefill, steps = DeviceClock(engine.model.device), DeviceClock(engine.model.device)
+        prompt_ids, sizes = time_one_trial(engine, prompt, continuation, prefill, steps)
     return {
-        "prefill": {"ids": last.prompt_ids, **join_clocks([one.prefill for one in trials]).record()},
-        "step": {
-            "tokens_per_step": plan.tokens / len(last.steps.host_ms),
-            **join_clocks([t.steps for t in trials]).record(),
-        },
-        "bytes": last.bytes,
+        "prefill": {"ids": prompt_ids, **prefill.record()},
+        "step": {"tokens_per_step": tokens * trials / len(steps.host_ms), **steps.record()},
+        "bytes": sizes,
     }
 
 
-def time_one_trial(engine: TorchEngine, prompt: Sequence[int], continuation: Sequence[int]) -> TimedTrial:
+def time_one_trial(
+    engine: TorchEngine,
+    prompt: Sequence[int],
+    continuation: Sequence[int],
+    prefill: DeviceClock,
+    steps: DeviceClock,
+) -> tuple[int, dict[str, int]]:
+    """Adds the times of a prefill and of its steps to the clocks.
+
+    Returns the number of the prompt's ids, and the bytes that an average step reads: weights, kv, rows.
+    """
     batch, device = engine.ready(len(prompt) + len(continuation) + 1), engine.model.device
     forced = compress_prompt_and_text(batch.book(0), prompt, continuation)[1]
-    ids = compress_next(batch.book(0), prompt_array(prompt))
-    prefill, steps = DeviceClock(device), DeviceClock(device)
+    ids = compress_next(batch.book(0), as_ids(prompt))
     wait_for_device(device)
     prefill.lap()
     prefill_in_chunks(batch, 0, ids)
@@ -89,15 +73,10 @@ def time_one_trial(engine: TorchEngine, prompt: Sequence[int], continuation: Seq
     steps.lap()
     for _ in ReplayedSteps(batch, len(continuation), forced):
         steps.lap()
-    wait_for_device(device)
+    prefill.stop()
+    steps.stop()
     kv = round(engine.kv_bytes * (len(ids) + len(forced) / 2))
-    sizes = {"weights": engine.weight_bytes, "kv": kv, "rows": installed_row_bytes(batch)}
-    return TimedTrial(prefill.stop(), steps.stop(), len(ids), sizes)
-
-
-def join_clocks(clocks: Sequence[DeviceClock]) -> DeviceClock:
-    device = [ms for clock in clocks for ms in clock.device_ms]
-    return DeviceClock(clocks[0].device, device, [ms for clock in clocks for ms in clock.host_ms])
+    return len(ids), {"weights": engine.weight_bytes, "kv": kv, "rows": installed_row_bytes(batch)}
 
 
 def trace_request(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:

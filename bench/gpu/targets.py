@@ -81,15 +81,6 @@ def decoding_over_compression(records: Sequence[Record]) -> Cases:
     )
 
 
-def prefill_over_base(records: Sequence[Record]) -> Cases:
-    return compare_with_engine("torch-base", "prefill_tokens_per_s", records)
-
-
-def speed_over_published(records: Sequence[Record]) -> Cases:
-    """Returns torch-zip's base tokens/s of a whole request divided by the published package's."""
-    return compare_with_engine("zip2zip", "end_to_end_tokens_per_s", records)
-
-
 def compare_with_engine(
     other: str, figure: str, records: Sequence[Record], scale: Callable[[Record, Record], float] = lambda a, b: 1.0
 ) -> Cases:
@@ -285,14 +276,14 @@ TARGETS = (
     Target(
         "torch-zip is 5 x as fast as the published package",
         "base tokens over the time of the whole request, over the package's, same text and card",
-        speed_over_published,
+        lambda records: compare_with_engine("zip2zip", "end_to_end_tokens_per_s", records),
         5.0,
         TEXTS[:2],
     ),
     Target(
         "prefill of torch-zip is faster than torch-base's",
         "base tokens of the prompt over the time to the first id, over torch-base's, same text",
-        prefill_over_base,
+        lambda records: compare_with_engine("torch-base", "prefill_tokens_per_s", records),
         1.0,
         TEXTS,
     ),
@@ -403,10 +394,7 @@ def judge_targets(records: Sequence[Record], on_gpu: bool) -> list[Record]:
         value = None if worst is None else known[worst]
         verdict = UNMEASURED if value is None else "met" if target.is_met(value) else "missed"
         limit = {"bound": target.bound, "kind": "at most" if target.most else "at least", "rule": target.rule}
-        figure = {"value": None if value is None else round(value, 4), "worst": worst, "cases": round_values(known)}
+        cases = {case: round(value, 4) for case, value in known.items()}
+        figure = {"value": None if value is None else round(value, 4), "worst": worst, "cases": cases}
         lines.append({"target": target.name, **limit, **figure, "missing": missing, "verdict": verdict})
     return lines
-
-
-def round_values(values: Cases) -> Cases:
-    return {case: round(value, 4) for case, value in values.items()}

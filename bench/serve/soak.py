@@ -72,21 +72,12 @@ def run(args: argparse.Namespace) -> int:
     expected = expected_answers(args.model, args.conversations)
     with TemporaryDirectory() as folder, ServerProcess(serve_command(args.model, Path(folder) / "sessions")) as server:
         found = asyncio.run(SoakRun(server, expected, args).run())
-    record = {
-        "bench": "soak",
-        "model": {"zip": args.model},
-        "setting": record_setting(args),
-        **found,
-    }
-    print_record(record, "mlx", "mlx-lm")
+    names = ("requests", "at_once", "conversations", "cancelled", "malformed", "seed")
+    setting = {name: getattr(args, name) for name in names}
+    print_record({"bench": "soak", "model": {"zip": args.model}, "setting": setting, **found})
     wrong = {name: count for name, count in found["wrong"].items() if count}
     print(f"{args.requests} requests: {wrong or 'nothing wrong'}; {found['memory'] or NO_MEMORY}", file=sys.stderr)
     return 1 if wrong else 0
-
-
-def record_setting(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("requests", "at_once", "conversations", "cancelled", "malformed", "seed")
-    return {name: getattr(args, name) for name in names}
 
 
 def expected_answers(model: str, count: int) -> list[tuple[list[dict[str, str]], dict[int, str]]]:

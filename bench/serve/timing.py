@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import islice, product
+from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,18 +22,14 @@ from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.recording import load_before_bench, print_header, print_record, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_header, print_record, run_in_turns, summarize_samples
 from mlx_zip.bench.tables.performance import serving_table
 from mlx_zip.engine.mlx.generate import stream_generate
-from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
 from mlx_zip.named import resolve_model_name
-from mlx_zip.progress import ProgressBar
 
 from .client import CHAT, DIALECTS, AskedServer, Dialect, Reply, first_text_s, send_request, served_model_name
 from .server_process import ServerProcess, serve_command
-
-PACKAGES = ("mlx", "mlx-lm", "starlette", "uvicorn")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     check_flags_at_least(args, 2, "streams", "max_tokens")
     load_before_bench()
     models = models_from_folders(args.model, args.base)
-    device = MlxLm(models, models.plain).device
+    device = MlxLm(models).device
     print_header("serve", models.name, device, f"{args.streams} streams, trials: {args.trials} after 1 warm-up")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
@@ -73,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
             "one_stream": measure_one_stream(asked["zip"], *load(args.model), args),
             "streams": measure_many_streams(asked, args),
             "two_prompts": measure_two_prompts(asked["zip"], args),
-            "huge_prompts": measure_huge_prompts(servers["zip"], asked["zip"].model, args.trials),
         }
     figures["second_turn"] = cached_shares_of_later_turns(args.model)
     record = {
@@ -83,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "figures": figures,
         "device": device,
     }
-    print_record(record, *PACKAGES)
+    print_record(record)
     print(serving_table(record), file=sys.stderr)
     return 0
 
@@ -97,22 +93,21 @@ def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: arg
     overhead: time that the server adds, divided by the time of `stream_generate`. first_byte_ms: from the engine's
     first id to the arrival of the first text.
     """
-    served, here, late = [], [], []
-    with ProgressBar(2 * (args.trials + 1), "run", "One stream") as count:
-        for trial, content in zip(range(-1, args.trials), REQUESTS, strict=False):
-            wait_and_free_memory()
-            reply = asyncio.run(asked.answer(content, args.max_tokens))
-            count()
-            wait_and_free_memory()
-            begun = time.perf_counter()
-            chat = [{"role": "user", "content": content}]
-            last = list(stream_generate(model, tokenizer, chat, max_tokens=args.max_tokens))[-1]
-            seconds = time.perf_counter() - begun
-            count()
-            if trial >= 0:
-                served.append(CHAT.usage(reply)[2] / reply.seconds)
-                here.append(last.generation_tokens / seconds)
-                late.append(1000 * (first_text_s(reply) - server_reported_figures(reply)["first_id_s"]))
+
+    def ask(trial: int) -> Reply:
+        wait_and_free_memory()
+        return asyncio.run(asked.answer(request_of_trial(trial), args.max_tokens))
+
+    def generate_here(trial: int) -> float:
+        wait_and_free_memory()
+        begun, chat = time.perf_counter(), [{"role": "user", "content": request_of_trial(trial)}]
+        last = list(stream_generate(model, tokenizer, chat, max_tokens=args.max_tokens))[-1]
+        return last.generation_tokens / (time.perf_counter() - begun)
+
+    found = run_in_turns({"served": ask, "here": generate_here}, args.trials, "One stream")
+    replies, here = found["served"], found["here"]
+    served = [CHAT.usage(reply)[2] / reply.seconds for reply in replies]
+    late = [1000 * (first_text_s(reply) - server_reported_figures(reply)["first_id_s"]) for reply in replies]
     overhead = [b / a - 1 for a, b in zip(served, here, strict=True)]
     return {
         "served": {"unit": "base tokens/s", **summarize_samples(served)},
@@ -120,6 +115,10 @@ def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: arg
         "overhead": {"unit": "share of generate's time", **summarize_samples(overhead)},
         "first_byte_ms": summarize_samples(late),
     }
+
+
+def request_of_trial(trial: int) -> str:
+    return REQUESTS[trial % len(REQUESTS)]
 
 
 def server_reported_figures(reply: Reply) -> dict[str, Any]:
@@ -136,30 +135,24 @@ def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namesp
 
     gain: base tokens/s all at once divided by base tokens/s one by one. unfairness: see `unfairness_ratio`.
     """
-    pairs = list(product(asked, ("one_stream", "streams")))
-    rates: dict[tuple[str, str], list[float]] = {pair: [] for pair in pairs}
-    unfair: dict[str, list[float]] = {name: [] for name in asked}
-    contents = iter(REQUESTS * (args.trials + 1))
-    with ProgressBar((args.trials + 1) * len(pairs), "run", "Streams") as count:
-        for trial in range(-1, args.trials):
-            texts = list(islice(contents, args.streams))
-            first = trial % len(pairs)
-            for name, way in (*pairs[first:], *pairs[:first]):
-                wait_and_free_memory()
-                replies, seconds = asyncio.run(ask_all(asked[name], texts, args.max_tokens, way == "streams"))
-                if trial >= 0:
-                    rates[name, way].append(sum(CHAT.usage(reply)[2] for reply in replies) / seconds)
-                    if way == "streams":
-                        unfair[name].append(unfairness_ratio(replies))
-                count()
+
+    def run(name: str, way: str, trial: int) -> tuple[float, float]:
+        """Returns base tokens/s and the unfairness."""
+        wait_and_free_memory()
+        texts = [request_of_trial(trial * args.streams + i) for i in range(args.streams)]
+        replies, seconds = asyncio.run(ask_all(asked[name], texts, args.max_tokens, way == "streams"))
+        return sum(CHAT.usage(reply)[2] for reply in replies) / seconds, unfairness_ratio(replies)
+
+    pairs = product(asked, ("one_stream", "streams"))
+    runs = run_in_turns({pair: partial(run, *pair) for pair in pairs}, args.trials, "Streams")
     found = {}
     for name in asked:
-        one, many = rates[name, "one_stream"], rates[name, "streams"]
+        one, many = ([rate for rate, _ in runs[name, way]] for way in ("one_stream", "streams"))
         found[name] = {
             "one_stream": {"unit": "base tokens/s", **summarize_samples(one)},
             "streams": {"unit": "base tokens/s", **summarize_samples(many)},
             "gain": summarize_samples([b / a for a, b in zip(one, many, strict=True)]),
-            "unfairness": summarize_samples(unfair[name]),
+            "unfairness": summarize_samples([unfair for _, unfair in runs[name, "streams"]]),
         }
     return found
 
@@ -190,23 +183,14 @@ def unfairness_ratio(replies: Sequence[Reply]) -> float:
 
 def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the seconds to the first text of one long prompt, and of the slower of two long prompts sent together."""
-    alone, together, ratio = [], [], []
-    with ProgressBar(2 * (args.trials + 1), "run", "Two prompts") as count:
-        for trial in range(-1, args.trials):
-            texts = [long_prompt(args.prompt_words, 3 * trial + i) for i in range(3)]
-            one = asyncio.run(ask_all(asked, texts[:1], 4, True))[0]
-            count()
-            two = asyncio.run(ask_all(asked, texts[1:], 4, True))[0]
-            count()
-            if trial >= 0:
-                alone.append(first_text_s(one[0]))
-                together.append(max(map(first_text_s, two)))
-                ratio.append(together[-1] / alone[-1])
-    return {
-        "alone_s": summarize_samples(alone),
-        "together_s": summarize_samples(together),
-        "ratio": summarize_samples(ratio),
-    }
+
+    def run(prompts: Sequence[int], trial: int) -> float:
+        texts = [long_prompt(args.prompt_words, 3 * trial + i) for i in prompts]
+        return max(map(first_text_s, asyncio.run(ask_all(asked, texts, 4, True))[0]))
+
+    found = run_in_turns({"alone": partial(run, [0]), "together": partial(run, [1, 2])}, args.trials, "Two prompts")
+    ratios = [b / a for a, b in zip(found["alone"], found["together"], strict=True)]
+    return {f"{name}_s": summarize_samples(s) for name, s in found.items()} | {"ratio": summarize_samples(ratios)}
 
 
 # ---- later turns of long chats
@@ -262,61 +246,3 @@ def long_prompt(words: int, number: int) -> str:
     names = ("dog", "cat", "girl", "boy", "bird", "bear", "fox", "frog")
     pieces = (STORY.format(names[(i + number) % 8], THINGS[(i // 8 + i * number) % 8]) for i in range(words))
     return " ".join((begin + "".join(pieces)).split()[:words])
-
-
-# ---- prompts of megabytes
-
-HUGE_BYTES, LARGE_BYTES, AT_ONCE = 30 << 20, 4 << 20, 4  # bytes of a prompt; bytes and number of concurrent ones
-SENTENCE = "Once upon a time there was a boat that wanted to see the sea. "
-SMALL = "Tell me a story about a frog."
-
-
-def measure_huge_prompts(server: ServerProcess, model: str, trials: int) -> dict[str, Any]:
-    """Returns the time to refuse a huge prompt, the growth of memory, and how long large prompts delay a small chat.
-
-    refused_ms: from the first byte sent to the last byte of the answer. growth_bytes: growth of the server's resident
-    memory over all trials, None if the system has no /proc. delay_ms: time of a small chat sent together with large
-    prompts, minus its time alone. The first trial is a warm-up.
-    """
-    refused, delays = [], []
-    huge, large = huge_prompt_body(model, HUGE_BYTES), huge_prompt_body(model, LARGE_BYTES)
-    before = after = server.resident_bytes()
-    with ProgressBar(trials + 1, "run", "Huge prompts") as count:
-        for trial in range(-1, trials):
-            refused_s = asyncio.run(time_refusal(server.port, huge))
-            alone_s = asyncio.run(time_small_chat(server.port, model, None))
-            loaded_s = asyncio.run(time_small_chat(server.port, model, large))
-            if trial < 0:
-                before = server.resident_bytes()
-            else:
-                refused.append(1000 * refused_s)
-                delays.append(1000 * (loaded_s - alone_s))
-            after = server.resident_bytes()
-            count()
-    growth = None if before is None or after is None else after - before
-    return {"refused_ms": summarize_samples(refused), "growth_bytes": growth, "delay_ms": summarize_samples(delays)}
-
-
-def huge_prompt_body(model: str, size: int) -> bytes:
-    text = (SENTENCE * (size // len(SENTENCE) + 1))[:size]
-    return f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{text}"}}]}}'.encode()
-
-
-async def time_refusal(port: int, body: bytes) -> float:
-    """Returns the seconds until a prompt is refused. Raises `MlxZipError` if the prompt is not refused."""
-    reply = await send_request(port, CHAT.path, body)
-    if reply.status != 400 or reply.body["error"]["code"] != "context_length_exceeded":
-        raise MlxZipError(f"a prompt of {len(body)} bytes was answered with status {reply.status}, not refused")
-    return reply.seconds
-
-
-async def time_small_chat(port: int, model: str, load: bytes | None) -> float:
-    """Returns the seconds of a small chat. load: body of large requests sent right before it; None: no load."""
-    others = [asyncio.ensure_future(time_refusal(port, load)) for _ in range(AT_ONCE)] if load else []
-    await asyncio.sleep(0)  # lets the large requests begin
-    body = CHAT.body([{"role": "user", "content": SMALL}], 16, False) | {"model": model}
-    begun = time.perf_counter()
-    await send_request(port, CHAT.path, body)
-    seconds = time.perf_counter() - begun
-    await asyncio.gather(*others)
-    return seconds

@@ -22,6 +22,7 @@ import numpy as np
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.shape_table import Models
+from mlx_zip.bench.recording import run_in_turns
 from mlx_zip.device import time_fastest_call
 from mlx_zip.engine.interface import Failed, Finished, Submission
 from mlx_zip.engine.mlx.generate import stream_ids
@@ -139,16 +140,13 @@ def measure_plain_model(models: Models, prompt: Sequence[int], steps: int, round
         wait_and_free_memory()
         return [time.perf_counter() for _ in steps_of_one]
 
-    ways: dict[str, Callable[[], list[float]]] = {
-        "generate_step": lambda: times_of(generate_step(mx.array(ids), model, max_tokens=steps)),
-        "stream_generate": lambda: times_of(stream_generate(model, models.tokenizer, ids, max_tokens=steps)),
-        "engine": lambda: [mark["at"] for mark in trace_engine(models.plain, models, prompt, steps)],
+    ways: dict[str, Callable[[int], list[float]]] = {
+        "generate_step": lambda trial: times_of(generate_step(mx.array(ids), model, max_tokens=steps)),
+        "stream_generate": lambda trial: times_of(stream_generate(model, models.tokenizer, ids, max_tokens=steps)),
+        "engine": lambda trial: [mark["at"] for mark in trace_engine(models.plain, models, prompt, steps)],
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, run in ways.items():
-            found[name].append(1e3 * float(np.median(np.diff(run()))))
-    ms = {name: values[1:] for name, values in found.items()}
+    runs = run_in_turns(ways, rounds)
+    ms = {name: [1e3 * float(np.median(np.diff(times))) for times in found] for name, found in runs.items()}
     ratios = {name: np.divide(values, ms["generate_step"]) for name, values in ms.items() if name != "generate_step"}
     return {"step_ms": ms, "over": {name: float(np.median(values)) for name, values in ratios.items()}}
 
@@ -258,7 +256,7 @@ def measure_host_parts(
     prompt, text: base ids to read and to write. forced: whether the text is forced while parts are timed; if not, the
     model chooses. rests: seconds of rest before first ids are timed. After limit_s / 2 seconds no further round begins.
     """
-    begun, zipped = time.perf_counter(), MlxZip(models, models.zipped or models.plain)
+    begun, zipped = time.perf_counter(), MlxZip(models)
     marks: dict[str, list[Any]] = {"cold": [], "warm": []}
     for i in range(ROUNDS + 1):
         for rows, found in marks.items():

@@ -58,19 +58,17 @@ ROWS = 1024  # entries in the codebook
 INSTALL_IDS = 4000  # number of ids over which the share of installing steps is computed
 INSTALLS_OF: dict[str, Any] = {"tokenizer": "llama3", "merge_size": 3, "codebook_size": 2048}  # rows of `tokens` to use
 ENCODER_BITS = {"4": 8, "16": 16}  # weights' bits -> encoders' bits, as `mlx_zip convert` makes them
-SMALL = {"intermediate_size": 256, "vocab_size": 512}
-WIDTHS = {  # widths of the small models: quantized layers need 64 columns, LongRoPE needs 48 factors
-    "llama": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
-    "phi3": {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2},
-}
 HOST_ROUNDS = 7  # number of runs; the fastest counts
 
 
 class DeviceCost(NamedTuple):
-    """The cost of a step on the device. numbers: count of the numbers that are read. evals: count of evaluations."""
+    """The cost of a step on the device, or of reading arrays.
+
+    numbers: count of the numbers that are read. evals: count of evaluations.
+    """
 
     bytes_read: float
-    launches: float
+    launches: float = 0.0
     numbers: float = 0.0
     evals: float = 0.0
 
@@ -203,17 +201,16 @@ def call_with_small_models(name: str, precision: str, layers: int, call: Callabl
     import mlx.core as mx
 
     from mlx_zip.bench.engines.model_making import models_from_config
-    from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions
+    from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow_shape_config
 
     from .selftest_steps import PROMPT, synthetic_ids
 
-    family = SHAPES[name]["model_type"]
-    config = {**SHAPES[name], **SMALL, **WIDTHS[family], "num_hidden_layers": layers}
+    config = {**narrow_shape_config(SHAPES[name]), "num_hidden_layers": layers}
     before, options = mx.default_device(), ZipOptions(encoder_bits=8)
     mx.set_default_device(mx.cpu)  # so that the page is the same on every machine
     try:
-        models = models_from_config(name, config, precision, range(SMALL["vocab_size"]), options)
-        return call(models, synthetic_ids(2 * PROMPT, SMALL["vocab_size"]))
+        models = models_from_config(name, config, precision, range(config["vocab_size"]), options)
+        return call(models, synthetic_ids(2 * PROMPT, config["vocab_size"]))
     finally:
         mx.set_default_device(before)
 
@@ -231,7 +228,7 @@ def measure_host() -> Iterator[dict[str, Any]]:
         for bits in PRECISIONS:
             host = {way: round(1e6 * seconds, 1) for way, seconds in time_host_steps(name, bits).items()}
             line = {"bench": "mac-host", "model": model, "bits": bits, "rounds": HOST_ROUNDS, "host_us": host}
-            yield {**line, **environment_fields("mlx", "mlx-lm")}
+            yield {**line, **environment_fields()}
 
 
 def time_host_steps(name: str, precision: str) -> dict[str, float]:
@@ -258,20 +255,9 @@ def host_times_of(records: Records, model: str, bits: str) -> HostTimes:
 # ---- bytes
 
 
-class ArraySize(NamedTuple):
-    """The bytes of arrays, and how many numbers they consist of."""
-
-    bytes: float
-    numbers: float
-
-    def times(self, count: float) -> ArraySize:
-        """Returns the size of `count` such arrays."""
-        return ArraySize(self.bytes * count, self.numbers * count)
-
-
 @cache
-def sizes_of(name: str, precision: str) -> Mapping[str, ArraySize]:
-    """Returns name -> size of what a step reads: weights, head, KV cache, output rows, each side's hyper-encoder."""
+def costs_of_arrays(name: str, precision: str) -> Mapping[str, DeviceCost]:
+    """Returns name -> cost of reading: weights, head, KV cache, output rows, each side's hyper-encoder."""
     import mlx.core as mx
 
     from mlx_zip.bench.engines.interface import kv_bytes_per_id
@@ -288,39 +274,34 @@ def sizes_of(name: str, precision: str) -> Mapping[str, ArraySize]:
     arrays = named_arrays(model.parameters())
     untied = any(key.startswith("lm_head.") for key, _ in arrays)
 
-    def size(wanted: Callable[[str], bool]) -> ArraySize:
+    def cost(wanted: Callable[[str], bool]) -> DeviceCost:
         found = [value for key, value in arrays if wanted(key)]
-        return ArraySize(sum(value.nbytes for value in found), sum(value.size for value in found))
+        return DeviceCost(sum(value.nbytes for value in found), numbers=sum(value.size for value in found))
 
     head = "lm_head." if untied else "model.embed_tokens."
     skipped = (*SIDES, "model.embed_tokens.") if untied else SIDES
-    weights = size(lambda key: not key.startswith(skipped))
-    assert weights.bytes == weight_bytes(model)
+    weights = cost(lambda key: not key.startswith(skipped))
+    assert weights.bytes_read == weight_bytes(model)
     return {
         "weights": weights,
-        "head": size(lambda key: key.startswith(head)),
-        "KV cache": ArraySize(kv_bytes_per_id(config, 2), kv_bytes_per_id(config, 2) / 2).times(KV_IDS),
-        "output rows": ArraySize(2, 1).times(ROWS * config["hidden_size"]),
-        **{side: size(lambda key, side=side: key.startswith(side)) for side in SIDES},
+        "head": cost(lambda key: key.startswith(head)),
+        "KV cache": DeviceCost(2, numbers=1).times(KV_IDS * kv_bytes_per_id(config, 2) / 2),
+        "output rows": DeviceCost(2, numbers=1).times(ROWS * config["hidden_size"]),
+        **{side: cost(lambda key, side=side: key.startswith(side)) for side in SIDES},
     }
 
 
 def step_costs_of(name: str, precision: str, host: HostTimes) -> StepCosts:
     from mlx_zip.config import SIDES
 
-    found, (counted, layer) = sizes_of(name, precision), launches_of(name, precision)
-
-    def cost(launches: float, evals: float, *parts: ArraySize) -> DeviceCost:
-        return DeviceCost(sum(part.bytes for part in parts), launches, sum(part.numbers for part in parts), evals)
-
-    weights, head, kv = found["weights"], found["head"], found["KV cache"]
-    body = ArraySize(weights.bytes - head.bytes, weights.numbers - head.numbers)
+    found, (counted, layer) = costs_of_arrays(name, precision), launches_of(name, precision)
+    plain = found["weights"] + found["KV cache"]
     return StepCosts(
-        plain=cost(counted.plain, 1, weights, kv),
-        warm=cost(counted.warm, 1, found["output rows"]),  # body and head are submitted separately
-        output_row=cost(counted.one_row, 0, found[SIDES[1]]),
-        input_rows=cost(counted.input_rows, 0, found[SIDES[0]]),
-        body=cost(layer * layer_count(name), 0, body, kv),
+        plain=plain._replace(launches=counted.plain, evals=1),
+        warm=found["output rows"]._replace(launches=counted.warm, evals=1),  # body and head are submitted separately
+        output_row=found[SIDES[1]]._replace(launches=counted.one_row),
+        input_rows=found[SIDES[0]]._replace(launches=counted.input_rows),
+        body=(plain + found["head"].times(-1))._replace(launches=layer * layer_count(name)),
         host=host,
     )
 

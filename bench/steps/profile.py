@@ -28,7 +28,6 @@ from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import Workload
 from mlx_zip.bench.generation.generate import (
-    PACKAGES,
     add_model_arguments,
     add_text_arguments,
     prepare_models_and_workloads,
@@ -37,7 +36,6 @@ from mlx_zip.bench.generation.generate import (
 from mlx_zip.bench.recording import load_before_bench, print_header, print_record
 from mlx_zip.bench.records import table
 from mlx_zip.device import default_device_is_gpu
-from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
 from .launches import PROMPT, count_step_launches
@@ -84,8 +82,6 @@ def run(args: argparse.Namespace) -> int:
     args.windows, args.engines = 1, [MlxLm.name, MlxZip.name]
     load_before_bench()
     models, workloads = prepare_models_and_workloads(args)
-    if models.zipped is None:
-        raise MlxZipError("there is nothing to split without a model with hypertokens: --model or --shape")
     profiler = StepProfiler(args, models)
     plan = f"{len(workloads)} texts, {args.trials} trials of four ways to run, rows {args.rows}"
     print_header("profile", models.name, profiler.zipped.device, plan)
@@ -93,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         for workload in workloads:
             record = profiler.measure(workload, count)
             count.clear()
-            print_record(record, *PACKAGES)
+            print_record(record)
             count.say(step_parts_table(record))
     return 0
 
@@ -125,10 +121,9 @@ class StepProfiler:
     """Runs a model with hypertokens and the plain model in four ways, and makes the records."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
-        """models: must include a model with hypertokens."""
-        assert models.zipped is not None
+        """Raises `MlxZipError` if there is no model with hypertokens."""
         self.args, self.models = args, models
-        self.plain, self.zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped)
+        self.plain, self.zipped = MlxLm(models), MlxZip(models)
 
     def measure(self, workload: Workload, count: Callable[[], object]) -> dict[str, Any]:
         """Runs a workload in all four ways, alternately, and returns its record. The first round is a warm-up.

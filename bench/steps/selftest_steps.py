@@ -107,7 +107,7 @@ def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | N
     reads and writes as many ids as mlx_zip.
     """
     begun, runs = time.perf_counter(), defaultdict(list)
-    plain, zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped or models.plain)
+    plain, zipped = MlxLm(models), MlxZip(models)
     rounds = 0
     while rounds <= TRIALS and (rounds < 2 or (time.perf_counter() - begun) * (rounds + 1) / rounds < limit_s):
         for rows, ahead in WAYS:
@@ -155,14 +155,10 @@ def report_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         name = f"step, {way['rows']}, {'ahead' if way['ahead'] else 'not ahead'}"
         text = f"{way['step_ms']:.2f} ms, {way['over_mlx_lm']:.2f} x mlx-lm's, "
         text += f"{way['base_tokens_per_s']:.0f} base tokens/s"
-        found.append((name, text + second_bodies_text(way["second_bodies"])))
+        found.append((name, text + (f", second bodies {way['second_bodies']:.1%}" if way["ahead"] else "")))
     found.append(("base tokens per step", f"{figures['base_tokens_per_step']:.2f} in {figures['steps']} steps"))
     counts = [f"{rows} {one['mlx-zip']:g}" for rows, one in figures["launches"].items() if one]
     if counts:
         mlx_lm = figures["launches"]["warm"]["mlx-lm"]
         found.append(("launches per step", f"{', '.join(counts)}, mlx-lm {mlx_lm:g} (counted on the graph)"))
     return found
-
-
-def second_bodies_text(share: float | None) -> str:
-    return "" if share is None else f", second bodies {share:.1%}"

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_flags_at_least(args, 1, "tokens", "rounds")
         for record in measure_hooks(args.model, args.vllm_args, args.tokens, args.rounds):
-            print_record(record, "vllm", "torch")
+            print_record(record)
     except (MlxZipError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,24 +9,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_zip.bench.generation.ratios import (
-    PROFILES,
-    PUBLISHED,
-    REQUESTS,
-    STORIES,
-    TURNS,
-    Ratio,
-    base_tokens_per_step,
-    detokenizing_us_per_base_token,
-    figure_ratio,
-    paired_ratio,
-    pooled_base_tokens_per_step,
-    prompt_ids_per_base_id,
-    step_time_ratio,
-)
+from mlx_zip.bench.generation.ratios import Ratio, figure_ratio, median_with_interval, paired_ratio
 from mlx_zip.bench.records import Record, Records, libraries_cell, machines_table, table
 from mlx_zip.bench.serve.client import DIALECTS
 
+PROFILES = {  # name of a row -> record of `bench profile`
+    "bundled model, 8 bit, rows cold": "profile-stories-cold",
+    "bundled model, 8 bit, rows warm": "profile-stories",
+    "`small-125m`, rows cold": "profile-cold-transformer",
+    "`small-125m`, rows cold, `res_latent_attn`": "profile-cold-latent",
+    "`small-125m`, rows warm": "profile-warm",
+}
+REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
+STORIES = "stories-chat"  # bundled model, conversations of three stories, cold and warm rows
+PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
+TURNS = ("first", "second", "third")
 # name of a row -> part of `bench profile`
 HOST_PARTS = {"codec": "codec", "rows, host": "rows", "embedding": "embedding", "head": "head"}
 OPERATIONS = {  # operation in a `bench codec` record: its name in the table
@@ -44,6 +41,20 @@ SERVE = "serve"  # record of `bench serve`
 PACK = "its own, tuned"  # name of the bundled model's own pack in the record `pack_quality`
 
 
+def step_time_ratio(record: Record) -> Ratio:
+    """Returns mlx_zip's time per step divided by mlx-lm's at equal KV length, from a record of `bench profile`."""
+    return median_with_interval(tuple(record["ratio"]["samples"]))
+
+
+def median_base_tokens_per_step(record: Record) -> float:
+    return record["figures"]["base_tokens_per_step"]["median"]
+
+
+def pooled_base_tokens_per_step(record: Record) -> float:
+    """Returns base tokens of all conversations divided by all steps."""
+    return record["counts"]["base_tokens"] / record["counts"]["steps"]
+
+
 def step_ratio_table(records: Records) -> str:
     found = {name: (file, records.only_record(file)) for name, file in PROFILES.items()}
     rows = [
@@ -57,7 +68,15 @@ def request_ratio_table(records: Records) -> str:
     for text, file in REQUESTS.items():
         pair = records.engine_pair(file)
         found = (figure_ratio(pair, name) for name in ("steps_per_s", "base_tokens_per_s", "ttft_ms"))
-        rows.append([text, f"`{file}`", f"{base_tokens_per_step(pair):.2f}", *map(str, found), libraries_cell(pair[1])])
+        rows.append(
+            [
+                text,
+                f"`{file}`",
+                f"{median_base_tokens_per_step(pair[1]):.2f}",
+                *map(str, found),
+                libraries_cell(pair[1]),
+            ]
+        )
     header = [
         "text",
         "record",
@@ -78,7 +97,7 @@ def stories_table(records: Records) -> str:
             found = (
                 figure_ratio(pair, figure) for figure in ("steps_per_s", "base_tokens_per_s", "bytes_per_s", "ttft_ms")
             )
-            rows.append([name, state, f"{pooled_base_tokens_per_step(pair):.2f}", *map(str, found)])
+            rows.append([name, state, f"{pooled_base_tokens_per_step(pair[1]):.2f}", *map(str, found)])
     heads = ["story", "rows", "base tokens per step", "steps/s", "base tokens/s", "bytes/s", "time to first id"]
     return table(heads, rows)
 
@@ -133,7 +152,7 @@ def bundled_speed_table(records: Records) -> str:
     for turn, name in enumerate(TURNS):
         cold, warm = (records.engine_pair(STORIES, turn=turn, rows=state) for state in ("cold", "warm"))
         gains = [f"{figure_ratio(pair, 'bytes_per_s')} x" for pair in (cold, warm)]
-        rows.append([f"{name} story of a conversation", f"{pooled_base_tokens_per_step(warm):.2f}", *gains, bits])
+        rows.append([f"{name} story of a conversation", f"{pooled_base_tokens_per_step(warm[1]):.2f}", *gains, bits])
     heads = ["`stories`, 8 bit", "base tokens per step", "bytes/s to mlx-lm, cold", "warm", "bits per byte (base)"]
     return table(heads, rows)
 
@@ -180,13 +199,20 @@ class Target:
 def _speedup_over_compression(records: Records) -> Ratio:
     """Returns the gain in base tokens/s on code divided by base tokens per step: 1 if a step is as fast as mlx-lm's."""
     pair = records.engine_pair(REQUESTS["code"])
-    return figure_ratio(pair, "base_tokens_per_s").divided_by(base_tokens_per_step(pair))
+    return figure_ratio(pair, "base_tokens_per_s").divided_by(median_base_tokens_per_step(pair[1]))
 
 
 def _first_id_over_length(records: Records) -> Ratio:
     """Returns the time to the first id on code, relative to mlx-lm's, divided by the prompt's ids per base id."""
     pair = records.engine_pair(REQUESTS["code"])
-    return figure_ratio(pair, "ttft_ms").divided_by(prompt_ids_per_base_id(pair))
+    counts = pair[1]["counts"]
+    return figure_ratio(pair, "ttft_ms").divided_by(counts["prompt_ids"] / counts["prompt_tokens"])
+
+
+def detokenizing_us_per_base_token(record: Record) -> float:
+    """Returns the processor time of detokenizing in us per base token, from a record of `bench profile`."""
+    counts = record["counts"]
+    return record["parts"]["text"]["cpu_us"]["mean"] * counts["steps"] / counts["base_tokens"]
 
 
 def story_bytes_per_s_ratio(turn: int, rows: str) -> Callable[[Records], Ratio]:
@@ -329,7 +355,6 @@ def interval_cell(figure: Mapping[str, Any]) -> str:
 
 # ---- the table of `bench serve`
 
-MOST_GROWN = 16  # MiB by which memory may grow from huge prompts, after the warm-up
 LEAST_CACHED = 0.95  # minimum cached share of a later turn's prompt
 
 
@@ -355,23 +380,12 @@ def serving_rows(record: Mapping[str, Any]) -> Iterator[list[str]]:
     yield serving_row(
         "two prompts: time to first text over one's", figures["two_prompts"]["ratio"]["median"], "{:.2f}", 2.2
     )
-    if "huge_prompts" in figures:  # older records have none
-        yield from huge_prompt_rows(figures["huge_prompts"])
     yield from stream_rows(f"{record['setting']['streams']} streams", figures["streams"])
     for when, shares in figures["second_turn"].items():
         for dialect in DIALECTS:
             yield serving_row(
                 f"cached, {when}, {dialect.name}", shares[dialect.name], "{:.1%}", LEAST_CACHED, most=False
             )
-
-
-def huge_prompt_rows(found: Mapping[str, Any]) -> Iterator[list[str]]:
-    yield serving_row("a prompt of 30 MiB is refused after", found["refused_ms"]["median"], "{:.0f} ms", 100)
-    yield serving_row(
-        "a small chat beside four prompts of 4 MiB is late by", found["delay_ms"]["median"], "{:.0f} ms", 100
-    )
-    if found["growth_bytes"] is not None:
-        yield serving_row("memory grows by", found["growth_bytes"] / 2**20, "{:.0f} MiB", MOST_GROWN)
 
 
 def stream_rows(name: str, servers: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.device import TF32_VARIABLE
-from mlx_zip.selftest.checks import PACKAGES, Check, run_check
+from mlx_zip.selftest.checks import Check, run_check
 
 PLAIN = "llama_transformer_tied_lora"  # a recorded checkpoint with a plain mlx-lm model of the same size as its base
 TRIALS = 7
@@ -122,7 +122,7 @@ def measure_steps(ends: float, data: dict[str, Any], rest_s: float) -> list[Chec
         *_check_steps("host", partial(bench.measure_host_parts, rest_s), bench.host_parts.report_lines, HOST_S, data),
     ]
     data["state_after"] = state()
-    data["surroundings"] = import_module("mlx_zip.bench.recording").environment_fields(*PACKAGES)
+    data["surroundings"] = import_module("mlx_zip.bench.recording").environment_fields()
     reported = "; ".join(f"{name}: {text[:200]}" for name, text in data["state_after"].items())
     return [*parts, Check("machine", None, reported)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -25,7 +26,7 @@ from mlx_zip.bench.generation import generate
 from mlx_zip.bench.generation.generate_record import (
     FIGURES,
     SECTIONS,
-    bandwidth_ceiling,
+    average_step_bytes,
     ceiling_record,
     summarize_figures,
 )
@@ -123,7 +124,7 @@ def test_a_shape_is_kept_in_the_precision_asked_for(precision):
     bits = {"16": 16, "8": 9, "4": 5}[precision]  # scales and biases of a group of 64 are a bit each, in float32
     assert sizes[0] / sizes[1] == pytest.approx(bits / 32, rel=0.02)
     text = [10, 11, 12, 10, 11, 12, 10, 11]
-    assert MlxZip(made, made.zipped).run(text, 8, text).base_ids == text
+    assert MlxZip(made).run(text, 8, text).base_ids == text
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
@@ -131,7 +132,7 @@ def test_a_shape_can_have_any_encoder(encoder):
     options = ZipOptions(encoder, 1, codebook_size=64)
     made = models_from_config("tiny", SHAPE, "float32", read_tokenizer("stories"), options)
     text = [10, 11, 12] * 4
-    run = MlxZip(made, made.zipped).run(text, 12, text)
+    run = MlxZip(made).run(text, 12, text)
     assert run.base_ids == text
     assert len(run.ids) < 12
 
@@ -152,9 +153,9 @@ def test_the_bundled_models_belong_together():
 
 def test_figures_are_those_of_the_steps():
     run = made_run(step_s=0.1, steps=5, first_s=0.5, per_step=2)
-    top = bandwidth_ceiling(1e6, 1000, 10, run)
-    assert top.step_bytes == 1000 + 10 * (11 - 5 / 2)
-    found = summarize_figures([8, 8], [run, run], [3.0, 4.0], [top, top])
+    step_bytes = average_step_bytes(1000, 10, run)
+    assert step_bytes == 1000 + 10 * (11 - 5 / 2)
+    found = summarize_figures([replace(run, joules=3.0), replace(run, joules=4.0)], [step_bytes] * 2, 1e6)
     expected = {
         "ttft_ms": 500,
         "prefill_tokens_per_s": 16,
@@ -178,17 +179,16 @@ def test_figures_are_those_of_the_steps():
 def test_every_trial_has_its_own_ceiling():
     run, longer = made_run(step_s=0.1, steps=5), made_run(step_s=0.1, steps=5)
     longer.kv_ids *= 2
-    tops = [bandwidth_ceiling(1e6, 1000, 10, one) for one in (run, longer)]
-    found = summarize_figures([8, 8], [run, longer], [None, None], tops)["ceiling_percent"]["samples"]
-    assert found == pytest.approx([100 * 10 / top.steps_per_s for top in tops], rel=1e-5)
-    mean = (tops[0].step_bytes + tops[1].step_bytes) / 2
-    assert ceiling_record(tops)["steps_per_s"] == pytest.approx(1e6 / mean, rel=1e-5)
+    step_bytes = [average_step_bytes(1000, 10, one) for one in (run, longer)]
+    found = summarize_figures([run, longer], step_bytes, 1e6)["ceiling_percent"]["samples"]
+    assert found == pytest.approx([100 * 10 / (1e6 / size) for size in step_bytes], rel=1e-5)
+    assert ceiling_record(step_bytes, 1e6)["steps_per_s"] == pytest.approx(1e6 / (sum(step_bytes) / 2), rel=1e-5)
 
 
 def test_what_is_not_known_is_null():
     run = made_run(steps=1)
     run.peak_bytes = None
-    found = summarize_figures([8], [run], [None], [bandwidth_ceiling(1e6, 1000, 10, run)])
+    found = summarize_figures([run], [average_step_bytes(1000, 10, run)], 1e6)
     unknown = {"steps_per_s", "step_ms", "base_tokens_per_s", "peak_bytes", "joules", "joules_per_token"}
     assert {name for name, figure in found.items() if figure is None} == {*unknown, "ceiling_percent"}
 

@@ -132,7 +132,7 @@ def test_a_clock_around_nothing_is_an_error():
 @pytest.mark.parametrize("apart", [False, True])
 def test_clocks_change_nothing_and_are_taken_away(apart):
     models = tiny_bench.models()
-    made = MlxZip(models, models.zipped)
+    made = MlxZip(models)
     expected = made.run(TEXT, 20)
     before = [getattr(hook.find_owner(), hook.name) for hook in ZIP_HOOKS]
     with Tracer(ZIP_HOOKS, apart) as tracer:
@@ -182,7 +182,7 @@ def test_the_page_explains_every_part():
 
 
 def test_a_plain_model_has_nothing_to_split():
-    with pytest.raises(MlxZipError, match="nothing to split without a model with hypertokens"):
+    with pytest.raises(MlxZipError, match="mlx-zip needs a model with hypertokens"):
         tiny_bench.run("profile", "--base", "stories-base", "--sizes", "8+4")
 
 

@@ -16,7 +16,7 @@ from mlx_zip.bench.engines.choice import make_engine
 from mlx_zip.bench.engines.cuda_engines import TorchEngine, torch_models_from_flags
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.shape_table import ZipOptions
-from mlx_zip.bench.engines.torch_engines import make_torch_engine
+from mlx_zip.bench.engines.torch_engines import TransformersEngine
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.model import open_model
@@ -168,7 +168,7 @@ def test_transformers_needs_a_dtype_for_a_packed_folder(packed, monkeypatch):
     monkeypatch.setattr(cuda_engines, "load_tokenizer", lambda _: None)
     models = torch_models_from_flags(None, "float32", str(packed), None, "", OPTIONS)
     with pytest.raises(MlxZipError, match="is packed or has hypertokens: name hf-float32"):
-        make_torch_engine("hf", models, None)
+        TransformersEngine(models, "hf")
 
 
 def test_transformers_in_a_dtype_of_its_own_emits_what_torch_base_emits(monkeypatch):
@@ -180,4 +180,4 @@ def test_transformers_in_a_dtype_of_its_own_emits_what_torch_base_emits(monkeypa
 
 
 def hugging_face(name, models):
-    return make_torch_engine(name, models, None)
+    return TransformersEngine(models, name)

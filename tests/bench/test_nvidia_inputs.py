@@ -115,10 +115,10 @@ def test_records_are_written_as_they_come_so_that_a_run_that_is_cut_keeps_them(t
     class CutError(BaseException):
         """Ends the process, as a signal does."""
 
-    def times(engine, ids, plan, rows):
+    def times(engine, ids, rows, **setting):
         if rows == "cold":
             raise CutError
-        return time_steps(engine, ids, plan, rows)
+        return time_steps(engine, ids, rows=rows, **setting)
 
     time_steps = steps.time_steps
     monkeypatch.setattr(steps, "time_steps", times)

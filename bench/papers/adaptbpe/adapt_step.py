@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -22,7 +23,7 @@ from mlx_zip.bench.engines.model_making import make_model_with_kept_rows, models
 from mlx_zip.bench.engines.shape_table import PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import read_tokenizer
 from mlx_zip.bench.machine import describe_mlx_device
-from mlx_zip.bench.recording import print_record, summarize_samples
+from mlx_zip.bench.recording import print_record, run_in_turns, summarize_samples
 from mlx_zip.errors import MlxZipError
 
 CLOCKS = ("wall_ms", "processor_ms")
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         )
         for share in args.keep:
             line = {"bench": "adapt_step", **measure_kept_share(models, share, args.tokens, args.trials)}
-            print_record({**line, "device": describe_mlx_device()}, "mlx", "mlx-lm")
+            print_record({**line, "device": describe_mlx_device()})
     return 0
 
 
@@ -92,21 +93,20 @@ def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -
     """
     vocab_size = models.base_config["vocab_size"]
     kept = np.linspace(0, vocab_size - 1, max(1, round(share * vocab_size))).astype(np.uint32)
-    engines = {"whole": MlxLm(models, models.plain), "cut": MlxLm(models, make_model_with_kept_rows(models, kept))}
+    cut_models = replace(models, plain=make_model_with_kept_rows(models, kept))
+    engines = {"whole": MlxLm(models), "cut": MlxLm(cut_models)}
     eos = set(models.tokenizer.eos_token_ids)
     ids = [i for i in range(min(len(kept), len(models.tokenizer))) if i not in eos][-tokens:]
     if not ids:
         raise MlxZipError(f"of {vocab_size} rows {len(kept)} are too few to emit an id")
     forced = [ids[i % len(ids)] for i in range(tokens)]
-    times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in engines} for clock in CLOCKS}
-    for trial in range(trials + 1):
-        for name in sorted(engines, reverse=bool(trial % 2)):
-            for clock, ms in zip(CLOCKS, time_forced_steps_ms(engines[name], forced), strict=True):
-                times[clock][name] += [ms] if trial else []
+    ways = {name: lambda trial, engine=engine: time_forced_steps_ms(engine, forced) for name, engine in engines.items()}
+    found = run_in_turns(ways, trials)
+    times = {clock: {name: [ms[i] for ms in runs] for name, runs in found.items()} for i, clock in enumerate(CLOCKS)}
     whole, cut = engines["whole"], engines["cut"]
     read, removed = whole.weight_bytes + whole.kv_bytes * tokens // 2, whole.weight_bytes - cut.weight_bytes
     ratios = {clock: [y / x for x, y in zip(of["whole"], of["cut"], strict=True)] for clock, of in times.items()}
-    gains = {clock: 1 - median(found) for clock, found in ratios.items()}
+    gains = {clock: 1 - median(of) for clock, of in ratios.items()}
     return {
         "model": {"name": models.name, "precision": models.precision, "weights": models.weights},
         "vocab_size": vocab_size,
@@ -116,7 +116,7 @@ def measure_kept_share(models: Models, share: float, tokens: int, trials: int) -
         "bytes": {"read_per_step": read, "removed": removed},
         "bound": round(removed / read, 4),
         **{clock: {name: summarize_samples(samples) for name, samples in of.items()} for clock, of in times.items()},
-        "ratio": {clock: summarize_samples(found) for clock, found in ratios.items()},
+        "ratio": {clock: summarize_samples(of) for clock, of in ratios.items()},
         "of_bound": {clock: round(gain * read / removed, 3) for clock, gain in gains.items()} if removed else None,
     }
 

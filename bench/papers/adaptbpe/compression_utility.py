@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import print_record, summarize_samples
+from mlx_zip.bench.recording import print_record, run_in_turns, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapt_vocabulary, count_words
@@ -133,10 +133,10 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
     our encoder's.
     """
     data, kept = text.encode("utf-8"), adapt_vocabulary(base, count_words(base.splitter, [text]), n)
-    plain, library = base.encoder(), build_library_tokenizer(base)
+    whole = adapt_vocabulary(base, Counter(), base.n_merges, method="first-k")
+    plain, library = base.encoder(), build_library_tokenizer(whole, base)
     theirs = library.encode_batch_fast([text])[0].ids
-    same = np.array_equal(library_ids_of_our_tokens(base)[plain.encode(data)], theirs)
-    if not same:
+    if not np.array_equal(whole.adapted_ids_of(base.ids)[plain.encode(data)], theirs):
         raise MlxZipError(f"{base.name}: the tokenizers library gives other ids, so speeds do not compare")
     ways: dict[str, Callable[[], float]] = {  # each encodes the text once and returns the seconds
         "tokenizers": lambda: time_call(lambda: library.encode_batch_fast([text])),
@@ -145,19 +145,14 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
         "adapted": lambda: time_call(lambda: kept.encoder.encode(data)),
         "adapted_fresh": lambda: time_encoding(BpeEncoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
     }
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
-    for trial in range(trials + 1):
-        for name, way in ways.items():
-            took = way()
-            if trial:  # trial 0 is a warm-up
-                speeds[name].append(len(data) / took / 1e6)
+    speeds = run_in_turns({name: lambda trial, way=way: len(data) / way() / 1e6 for name, way in ways.items()}, trials)
     return {
         "what": "encoding",
         "merges": n,
         "bytes": len(data),
         "unit": "MB/s",
         "ids": len(theirs),
-        "same_ids": same,
+        "same_ids": True,
         **{name: summarize_samples(samples) for name, samples in speeds.items()},
     }
 
@@ -172,18 +167,13 @@ def time_call(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def build_library_tokenizer(base: BaseVocabulary) -> Any:
+def build_library_tokenizer(whole: AdaptedVocabulary, base: BaseVocabulary) -> Any:
     """Returns a tokenizer of the `tokenizers` library with the whole merge list; limits the library to one core."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 
-    whole = adapt_vocabulary(base, Counter(), base.n_merges, method="first-k")
     return Tokenizer.from_str(json.dumps(exact_tokenizer_json(whole, base.source)))
 
 
-def library_ids_of_our_tokens(base: BaseVocabulary) -> Any:
-    return adapt_vocabulary(base, Counter(), base.n_merges, method="first-k").adapted_ids_of(base.ids)
-
-
 def print_measurement(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
-    print_record({"bench": "adaptbpe", "text": name, "base": base.name, **record}, "tokenizers")
+    print_record({"bench": "adaptbpe", "text": name, "base": base.name, **record})

@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
                     "recipe": args.recipe,
                     **train_and_record(ModelRun(kind, size, seed), data, args),
                 }
-                print_record({**line, **describe_mlx_device()}, "mlx", "mlx-lm")
+                print_record({**line, **describe_mlx_device()})
     return 0
 
 
@@ -183,8 +183,8 @@ def train_and_record(one: ModelRun, data: PatchTrainingData, args: argparse.Name
     material = data.windows_for_kind(one.kind, one.patch_size)
     train_on, test_on, table = material
     prepared_s = time.perf_counter() - begun
-    model = make_model(one, material, data, args)
-    points = measurements_at_marks(model, one, material, data, args)
+    model = make_model(one, material, args)
+    points = measurements_at_marks(model, one, material, args)
     if one.kind == "bytes":
         data.byte_model = model
     last = points[-1]
@@ -220,13 +220,13 @@ def train_and_record(one: ModelRun, data: PatchTrainingData, args: argparse.Name
 
 
 def measurements_at_marks(
-    model: Any, one: ModelRun, material: Material, data: PatchTrainingData, args: argparse.Namespace
+    model: Any, one: ModelRun, material: Material, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Trains a model and returns one measurement per mark of --marks, the last at the end of training.
 
     A measurement has the step, bytes read, seconds of training so far and bits per byte of the test text.
     """
-    make = lambda: make_model(one, material, data, args)
+    make = lambda: make_model(one, material, args)
     steps = args.steps or steps_within_seconds(make, material[0], args, one)
     settings = _train_settings(args, steps, one)
     points, spent = [], dict.fromkeys(CLOCKS, 0.0)
@@ -284,7 +284,7 @@ def latent_with_equal_parameters(table: PatchTable, latent: Tower, local: Tower)
     return Tower(tower.layers, tower.width, tower.ffn + more, tower.heads)
 
 
-def make_model(one: ModelRun, material: Material, data: PatchTrainingData, args: argparse.Namespace) -> Any:
+def make_model(one: ModelRun, material: Material, args: argparse.Namespace) -> Any:
     corpus, _, table = material
     mx.random.seed(one.seed)
     if table is None:

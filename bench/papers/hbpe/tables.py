@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mlx_zip.bench.plots import Curve, Panel, line_charts
+from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.records import Cell, Columns, Record, Records, machines_table, make_column_table
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ SIZE_COLUMNS: Columns = (  # models over patches by patch size, which the paper 
 def bits_per_byte_figure(records: Records) -> Figure:
     """Returns a figure of held-out bits per byte, a curve per kind of model, in three panels.
 
-    The panels' x axes are text read, training FLOPs and processor seconds.
+    The panels' x axes are text read, training FLOPs and processor seconds. Raises `InstallationError` if matplotlib is
+    missing.
     """
     found = lines_of_recipe(records.lines(MODELS), "table2")
     over = {
@@ -134,14 +135,16 @@ def bits_per_byte_figure(records: Records) -> Figure:
         "FLOPs of training, 10^12": lambda line, point: _training_flops(line, point) / 1e12,
         "processor seconds": lambda line, point: point["processor_s"],
     }
-    return line_charts([Panel(label, "bits per byte", bits_per_byte_curves(found, x)) for label, x in over.items()])
-
-
-def bits_per_byte_curves(lines: Sequence[Record], x: Callable[[Record, Record], float]) -> list[Curve]:
-    return [
-        Curve(_model_label(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]])
-        for line in lines
-    ]
+    figure = new_figure(3.6 * len(over), 3.8)
+    for panel, (label, x) in zip(figure.subplots(1, len(over)), over.items(), strict=True):
+        for line in found:
+            xs, ys = [x(line, point) for point in line["curve"]], [point["bits_per_byte"] for point in line["curve"]]
+            panel.plot(xs, ys, marker="o", markersize=3, linewidth=1.5, label=_model_label(line))
+        panel.set(xlabel=label, ylabel="bits per byte")
+        panel.set_xlim(left=0)
+        panel.grid(alpha=0.3)
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=min(len(found), 6), fontsize=9)
+    return figure
 
 
 def _training_flops(line: Record, point: Record) -> float:

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
                 "encode_processor_s": round(took, 2),
                 **train_classifier(encoded, answers, len(classes), seed, args),
             }
-            print_record(line, "mlx")
+            print_record(line)
             print(f"{args.train.name}, {name}, {text}, seed {seed}: accuracy {line['accuracy']}", file=sys.stderr)
     return 0
 

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     corpus = PhraseCorpus(args)
     speeds = [] if args.tokenizer or args.only == "ratios" else speed_records(corpus, args.trials)
     for line in [*speeds, *([] if args.only == "speed" else ratio_records(corpus))]:
-        print_record({"bench": "multitok", **line, "data": corpus.record}, *corpus.libraries)
+        print_record({"bench": "multitok", **line, "data": corpus.record})
         print(f"{line['what']}: {line['setting']}", file=sys.stderr)
     return 0
 
@@ -105,11 +105,11 @@ class PhraseCorpus:
         if args.tokenizer is None:
             split: Callable[[str], Any] = str.split
             self.units: Words | Tokens = Words.from_samples(map(str.split, [*texts, *others]))
-            self.name, self.libraries = "words", ()
+            self.name = "words"
         else:
             vocabulary = read_vocabulary(args.tokenizer)
             split, self.units = vocabulary.encode, Tokens(vocabulary.size)
-            self.name, self.libraries = vocabulary.name, (vocabulary.library,)
+            self.name = vocabulary.name
         number = lambda samples: Samples.from_sequences([self.units.numbers(split(sample)) for sample in samples])
         self.learned, self.held_out = number(texts), number(others) if others else None
         self.record = {

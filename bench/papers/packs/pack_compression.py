@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         sizes = sorted(args.sizes)
         line["packs"] = list(pack_records(params, texts, held_out, sizes, args.window))
         line["retokenized"] = [retokenized_record(params, texts, held_out, size, args.window) for size in sizes]
-        print_record(line, vocabulary.library, "tokenizers")
+        print_record(line)
         print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
     return 0
 

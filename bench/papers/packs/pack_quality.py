@@ -15,7 +15,7 @@ from typing import Any
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.recording import print_record
 from mlx_zip.errors import MlxZipError
-from mlx_zip.evaluation.bits import BitsResult, compare_bits, cut_scored_windows, measure_bits
+from mlx_zip.evaluation.bits import compare_bits, cut_scored_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
 from mlx_zip.text.documents import read_corpus
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
         raise MlxZipError(f"--{missing[0]} is missing")
     for line in quality_records(args):
-        print_record(line, "mlx")
+        print_record(line)
     return 0
 
 
@@ -78,40 +78,32 @@ def quality_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     windows = cut_scored_windows(tokenizer, corpus.documents, CONTEXT)
     if not windows.same_as(cut_scored_windows(base_tokenizer, corpus.documents, CONTEXT)):
         raise MlxZipError(f"{args.base} has another tokenizer than {args.model}: their windows are not the same text")
-    control = measure_bits(base, windows, args.batch_size)
-    empty = measure_bits(model, windows, args.batch_size, pack=Pack(()))
-    fixed = {
-        "bench": "pack_quality",
-        **record_names(args),
-        "documents": len(corpus.documents),
-        "base_bits_per_byte": control.bits_per_byte,
-    }
-    for curve, file, pack in [("empty", None, None), *packs]:
-        bits = empty if pack is None else measure_bits(model, windows, args.batch_size, pack=pack)
-        entries = 0 if pack is None else len(pack.entries)
-        print(f"{curve} {entries}: {bits.bits_per_byte:.4f} bits/byte", file=sys.stderr)
-        yield {
-            **fixed,
-            "curve": curve,
-            "pack": file,
-            "entries": entries,
-            **quality_measures(bits, control, empty),
-        }
+    fixed = {"bench": "pack_quality", **record_names(args), "documents": len(corpus.documents)}
+    for _, line in score_packs(model, base, windows, packs, args.batch_size):
+        print(f"{line['curve']} {line['entries']}: {line['bits_per_byte']:.4f} bits/byte", file=sys.stderr)
+        yield {**fixed, **line}
 
 
-def quality_measures(bits: BitsResult, control: BitsResult, empty: BitsResult) -> dict[str, Any]:
-    """Returns a pack's measures, with the relative change of bits per byte from the base model and from no pack.
+Named = tuple[str, str | None, Pack]  # name of the curve, name of the file, pack
 
-    bits: the model with the pack. control: the base model. empty: the model without a pack.
+
+def score_packs(
+    model: Any, base: Any, windows: Any, packs: Sequence[Named], batch_size: int
+) -> Iterator[tuple[Pack, dict[str, Any]]]:
+    """Yields no pack and then each of `packs`, with fields of its record.
+
+    The fields are names, bits and rates of the model with the pack, bits of the base model, and the relative changes of
+    bits per byte from the base model and from no pack.
     """
-    record = bits.record()
-    names = ("bytes", "bits_per_byte", "bits_per_byte_standard_error", "base_ids_per_id")
-    over = {"over_base": compare_bits(bits, control), "over_empty": compare_bits(bits, empty)}
-    relative = {name: compared["bits_per_byte_relative"] for name, compared in over.items()}
-    return {**{name: record[name] for name in names}, **relative}
-
-
-Named = tuple[str, str, Pack]  # name of the curve, name of the file, pack
+    control, empty = measure_bits(base, windows, batch_size), measure_bits(model, windows, batch_size, pack=Pack(()))
+    for curve, file, pack in [("empty", None, Pack(())), *packs]:
+        bits = measure_bits(model, windows, batch_size, pack=pack) if len(pack) else empty
+        record = bits.record()
+        names = ("bytes", "bits_per_byte", "bits_per_byte_standard_error", "base_ids_per_id")
+        over = {"over_base": compare_bits(bits, control), "over_empty": compare_bits(bits, empty)}
+        line = {"base_bits_per_byte": control.bits_per_byte, "curve": curve, "pack": file, "entries": len(pack.entries)}
+        line |= {name: record[name] for name in names}
+        yield pack, line | {name: compared["bits_per_byte_relative"] for name, compared in over.items()}
 
 
 def read_packs(words: Sequence[str]) -> list[Named]:

@@ -19,7 +19,7 @@ from mlx_zip.bench.recording import print_record
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.scoring import codec_of_model
 from mlx_zip.errors import MlxZipError
-from mlx_zip.evaluation.bits import cut_scored_windows, measure_bits
+from mlx_zip.evaluation.bits import cut_scored_windows
 from mlx_zip.evaluation.rates import RateSettings, count_canonical_steps, measure_rates
 from mlx_zip.packs.learner import WINDOW, learn_pack
 from mlx_zip.packs.pack import Pack, merge_packs
@@ -29,7 +29,7 @@ from mlx_zip.text.prompts import encode_prompt
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
-from .pack_quality import CONTEXT, Named, add_models, check_packs, quality_measures, read_packs, record_names
+from .pack_quality import CONTEXT, Named, add_models, check_packs, read_packs, record_names, score_packs
 
 SIZES, OPENING, TOKENS, STORIES = (256, 1024), 32, 128, 24
 TEMPERATURES = {"greedy": 0.0, "sampled": 0.7}
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check_flags_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
     for line in transfer_records(args):
-        print_record(line, "mlx")
+        print_record(line)
     return 0
 
 
@@ -125,8 +125,6 @@ def transfer_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     check_packs(packs, model, tokenizer)
     read = documents_within_limit(held_out, args.limit_bytes)
     windows = cut_scored_windows(tokenizer, read, CONTEXT)
-    control = measure_bits(base, windows, args.batch_size)
-    empty = measure_bits(model, windows, args.batch_size, pack=Pack(()))
     fixed = {
         "bench": "pack_transfer",
         **record_names(args),
@@ -138,19 +136,11 @@ def transfer_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "stories": args.stories,
         "opening": args.opening,
         "tokens": args.tokens,
-        "base_bits_per_byte": control.bits_per_byte,
     }
-    for curve, file, pack in [("empty", None, Pack(())), *packs]:
-        bits = measure_bits(model, windows, args.batch_size, pack=pack) if len(pack) else empty
-        line = {
-            "curve": curve,
-            "pack": file or None,
-            "entries": len(pack.entries),
-            **quality_measures(bits, control, empty),
-        }
+    for pack, line in score_packs(model, base, windows, packs, args.batch_size):
         line |= measure_writing(model, tokenizer, opened, pack, args)
         rates = ", ".join(f"{name} {line[name]['base_tokens_per_step']:.3f}" for name in TEMPERATURES)
-        print(f"{curve} {line['entries']}: {bits.bits_per_byte:.4f} bits/byte; {rates}", file=sys.stderr)
+        print(f"{line['curve']} {line['entries']}: {line['bits_per_byte']:.4f} bits/byte; {rates}", file=sys.stderr)
         yield {**fixed, **line}
 
 
@@ -182,7 +172,7 @@ def packs_of_size(
     texts = [encode_with_bytes(tokenizer, document.text)[0] for document in known]
     found = learn_pack(model.config.codec_params, texts, size, window=window)
     learned = Pack(found.entries, tokenizer_fingerprint(tokenizer))
-    return [("learned", "", learned), *((curve, file, merge_packs([pack], size)) for curve, file, pack in given)]
+    return [("learned", None, learned), *((curve, file, merge_packs([pack], size)) for curve, file, pack in given)]
 
 
 Opened = tuple[Prompt, list[int]]  # a document's opening, and the base ids that follow it

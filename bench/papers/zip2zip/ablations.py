@@ -191,7 +191,7 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
                 "setting": vars(setting),
                 "conditions": now,
                 **measured,
-                **environment_fields("mlx", "mlx-lm"),
+                **environment_fields(),
             }
         )
         write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream
+from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream, upstream_sizes
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.recording import load_before_bench, print_record, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_record, run_in_turns, summarize_samples
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     check_flags_at_least(args, 1, "trials")
     load_before_bench()
     for line in measure_figure(args):
-        print_record({"bench": "codec", **line}, "zip2zip_compression")
+        print_record({"bench": "codec", **line})
     return 0
 
 
@@ -76,27 +76,26 @@ def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str,
 
     The times with the published codec are None if that codec is not installed.
     """
-    pad_id = vocabulary.size
-    params = CodecParams(pad_id + 1, WINDOW, MERGE_SIZE, pad_id=pad_id)
-    theirs = upstream and upstream.LZWCompressor(pad_id + 1, WINDOW, MERGE_SIZE, pad_id, [pad_id])
+    params = CodecParams(vocabulary.size + 1, WINDOW, MERGE_SIZE, pad_id=vocabulary.size)
+    theirs = upstream and upstream.LZWCompressor(*upstream_sizes(params))
     ids = list(vocabulary.encode(text))
-    samples: dict[str, list[float]] = {name: [] for name in CURVES}
-    for trial in range(trials + 1):  # trial 0 is a warm-up
-        alone = mean_call_seconds(lambda: vocabulary.encode(text)) * 1e6
-        ours = mean_call_seconds(lambda: compress(params, ids)) * 1e6
-        other = mean_call_seconds(lambda: theirs.encode(ids)) * 1e6 if theirs else 0.0
-        if trial:
-            for name, sample in zip(CURVES, (alone, alone + ours, alone + other), strict=True):
-                samples[name].append(sample)
-    if not theirs:
-        samples["with_upstream"] = []
+    calls: dict[str, Callable[[], Any]] = {
+        "tokenizer": lambda: vocabulary.encode(text),
+        "with_ours": lambda: compress(params, ids),
+        **({"with_upstream": lambda: theirs.encode(ids)} if theirs else {}),
+    }
+    ways = {name: lambda trial, call=call: mean_call_seconds(call) * 1e6 for name, call in calls.items()}
+    found = run_in_turns(ways, trials)
+    alone = found.pop("tokenizer")
+    samples = {"tokenizer": alone}
+    samples |= {name: [a + b for a, b in zip(alone, added, strict=True)] for name, added in found.items()}
     return {
         "what": "figure4",
         "unit": "us per text",
         "bytes": len(text.encode("utf-8")),
         "base_ids": len(ids),
         "ids": len(compress(params, ids)[0]),
-        **{name: summarize_samples(values) if values else None for name, values in samples.items()},
+        **{name: summarize_samples(samples[name]) if name in samples else None for name in CURVES},
         "setting": {
             "codebook_size": WINDOW,
             "merge_size": MERGE_SIZE,
