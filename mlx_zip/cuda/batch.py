@@ -206,8 +206,7 @@ class Batch:
         count, size = len(self), graph_batch_size(len(self), self.max_sequences)
         logits = logits and chooser is not None
         head = self._graphs.run(("head", size, logits), partial(self._run_head, size, logits))
-        parts: list[Any] = [None if part is None else part[:count] for part in head[:3]]
-        head = HeadOutput(*parts)
+        head = HeadOutput(head.best[:count], None if head.logits is None else head.logits[:count])
         ids = head.best if chooser is None else chooser(head)
         self._download.start(ids)
         # the body reads the ids before `update_codebooks` can refuse an illegal id: keep its look-up inside the tables

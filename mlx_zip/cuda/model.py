@@ -229,7 +229,7 @@ class CudaModel:
         return hyper_embedding(ids, self.embedding, rows, self.layout.vocab_size)
 
     def head(self, h: torch.Tensor, rows: torch.Tensor, installed: torch.Tensor, logits: bool = False) -> HeadOutput:
-        """Returns the best ids, log-sum-exps and, if `logits` is True, logits for the body's outputs h [B, D].
+        """Returns the best ids and, if `logits` is True, logits for the body's outputs h [B, D].
 
         rows [B, C, D]: the output rows of each sequence's slots. installed [B, C] bool: which slots hold an entry.
         """

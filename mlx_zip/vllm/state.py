@@ -341,7 +341,7 @@ class Zip2ZipState(DefaultModelState):
             slots, first = self.slots[batch.idx_mapping, :most], self.layout.vocab_size
             logits[:, first : first + most] = self._row_logits(slots).masked_fill_(slots == 0, -torch.inf)
         if any(excluded):
-            logits.scatter_(1, *values_of_excluded_ids(logits, logits.float().logsumexp(1), excluded, self._broken_id))
+            logits.scatter_(1, *values_of_excluded_ids(logits, excluded, self._broken_id))
         for row, end in broken:
             logits[row] = -torch.inf
             logits[row, end] = 0.0
