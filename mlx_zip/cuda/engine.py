@@ -9,10 +9,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.cuda.batch import Batch, RowHandle, RowHandles
 from mlx_zip.cuda.devices import (
@@ -38,7 +36,6 @@ from mlx_zip.engine.drafts import Drafter, check_draft_options
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.request import Request
-from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
@@ -68,11 +65,7 @@ class CudaEngine(ThreadedEngine):
         return CudaReading(served.row_handles, served.group, request)
 
     def _score_in_parts(self, served: CudaServed, row: Compressed, top: int) -> Iterator[Scored]:
-        closed = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        if served.canonical:
-            assert served.facts.params is not None
-            closed = find_excluded_ids(Codebook(served.facts.params.with_start(row.pack)), row.ids[:-1], row.breaks)
-        return RowScorer(served.model).score_in_parts(row, closed, top=top)
+        return RowScorer(served.model).score_in_parts(row, top=top)
 
     def _max_kv_bytes(self, served: CudaServed) -> None:
         """Returns None: each request has its own fixed part of the KV caches, so requests do not compete for room."""

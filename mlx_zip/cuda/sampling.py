@@ -138,21 +138,17 @@ class BaseTokenPenalties(PenaltyTerms):
 
 
 def exclude_ids(logits: torch.Tensor, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
-    """Returns logits [B, W] with each row's excluded ids at -inf, unless together they hold over half the probability.
+    """Sets each row's excluded ids to -inf, unless together they hold over half the probability; returns `logits`.
 
-    never: an id that is excluded in no row.
+    logits [B, W], changed in place. never: an id that is excluded in no row.
     """
-    return logits.scatter(1, *values_of_excluded_ids(logits, excluded, never)) if any(excluded) else logits
-
-
-def values_of_excluded_ids(
-    logits: torch.Tensor, excluded: Sequence[Sequence[int]], never: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns columns, int64 [B, N], and values [B, N] that `exclude_ids` writes, if some row has excluded ids."""
+    if not any(excluded):
+        return logits
     lists = [list(dict.fromkeys(ids)) for ids in excluded]
     width = max(map(len, lists))
     padded = np.array([[*row, *[never] * (width - len(row))] for row in lists], np.int64)
     ids = to_device(padded, logits.device)
     chosen, real = logits.gather(1, ids), ids != never
     share = torch.where(real, chosen, -torch.inf).logsumexp(1) - logits.float().logsumexp(1)
-    return ids, torch.where(real & (share <= math.log(MAX_EXCLUDED_SHARE))[:, None], -torch.inf, chosen)
+    closed = real & (share <= math.log(MAX_EXCLUDED_SHARE))[:, None]
+    return logits.scatter_(1, ids, torch.where(closed, -torch.inf, chosen))
