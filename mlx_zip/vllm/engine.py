@@ -33,6 +33,7 @@ from mlx_zip.cuda.network.checkpoint import folder_fingerprint
 from mlx_zip.device import peak_rss_bytes
 from mlx_zip.engine.interface import Deliver, EngineInfo, SessionInfo, Submission
 from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.engine.parts import ServedByEngine
 from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scheduler import Scheduler
@@ -237,17 +238,13 @@ def _replaced_by(made: Zip2ZipConfig, _found: Any) -> Zip2ZipConfig:
     return made
 
 
-class VllmServed:
+class VllmServed(ServedByEngine):
     """A model that vLLM has loaded. In this process, a request has a codebook only.
 
-    The methods are those of `mlx_zip.engine.parts.Served`. made: the model's config, None for a plain model. pack: the
-    pack of requests that name none, None for the model's own. tied: whether the head is the embedding. fingerprint: of
-    the weights. broken_id: see `Zip2ZipConfig`, None for a plain model.
+    made: the model's config, None for a plain model. pack: the pack of requests that name none, None for the model's
+    own. tied: whether the head is the embedding. fingerprint: of the weights. broken_id: see `Zip2ZipConfig`, None for
+    a plain model.
     """
-
-    machines: Any = None
-    long_context: int | None = None
-    batches, weight_bytes = False, 0
 
     def __init__(
         self,
@@ -304,17 +301,6 @@ class VllmServed:
     def make_penalties(self, options: Sampling, state: Any) -> list[Any]:
         """Returns an empty list: requests with penalties are refused."""
         return []
-
-    def make_drafter(self, text: Any, prediction: Any) -> None:
-        """Returns None: this engine makes no drafts."""
-
-    def free(self, cache: Any) -> None:
-        """Does nothing: a cache has no device memory here."""
-
-    def settle(self) -> None:
-        """Does nothing: no text is kept here, and vLLM allocates its memory when it loads the model."""
-
-    clear_draft_cache = free_unused_memory = settle
 
     def submit(self, request: Request) -> Running:
         """Submits a request to vLLM. Raises `GenerationError` if vLLM refuses the request."""

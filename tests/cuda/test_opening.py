@@ -216,5 +216,5 @@ def test_rows_without_excluded_ids_keep_their_logits():
 
 def test_a_sequence_that_lacks_no_row_has_none_to_make(folder):
     begin = open_model(folder, "cpu").default_start
-    parts = SequenceState(begin, Codebook(begin.params)).missing_entries()
+    parts = SequenceState(0, begin, Codebook(begin.params)).missing_entries()
     assert [part.shape for part in parts] == [(0,), (0, 4), (0,)]
