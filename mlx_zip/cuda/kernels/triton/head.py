@@ -79,6 +79,18 @@ def _store_logits_block(value, ids, rows, batch, block, blocks, end, whole, out,
 
 
 @triton.jit
+def _store_logits_block_of_row(value, ids, row, batch, block, blocks, end, whole, out, found, STORE: tl.constexpr):
+    """Stores what `_store_logits_block` does, for logits [ids] of one row, without the registers of a second axis."""
+    if STORE:
+        tl.store(out + row * whole + ids, value, mask=ids < end)
+    top = tl.max(value, axis=0)
+    best = tl.min(tl.where(value == top, ids, 2147483647), axis=0)
+    at = found + row * blocks + block
+    tl.store(at, top)
+    tl.store(at + batch * blocks, best.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _head_kernel(
     x, matrix, scales, biases, rows, installed, out, found,
     batch, boundary, capacity, width, whole, low, high, tails, BITS: tl.constexpr, GROUP: tl.constexpr,
@@ -111,10 +123,10 @@ def _head_kernel(
         seen = tl.where(wanted, lines, -1)
         value, _ = dense_products(x + row * width, x, rows, seen, width, False, IDS, COLUMNS, STAGES)
         value = tl.where(wanted, value, float("-inf"))
-        _store_logits_block(
-            value[None, :], boundary + slot, row + tl.arange(0, 1), batch, low + block, low + high,
-            boundary + capacity, whole, out, found, STORE,
-        )  # fmt: skip
+        end = boundary + capacity
+        _store_logits_block_of_row(
+            value, boundary + slot, row, batch, low + block, low + high, end, whole, out, found, STORE
+        )
     elif STORE:  # the tail
         row, block = (at - first - batch * high) // tails, (at - first - batch * high) % tails
         ids = boundary + capacity + block * IDS + lane
