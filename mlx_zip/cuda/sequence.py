@@ -80,10 +80,8 @@ class SequenceState:
     released: bool = False
     kept: Snapshot | None = None
 
-    @property
-    def books(self) -> list[Codebook]:
-        """The sequence's codebook alone, as the engine asks for it."""
-        return [self.book]
+    def __post_init__(self) -> None:
+        self.books = [self.book]  # as the engine asks for the codebooks of a cache
 
     @property
     def can_evict_entries(self) -> bool:

@@ -25,8 +25,8 @@ class FakeServed(ServedByEngine):
 
     key: object = None
 
-    hyper, batches, context, by_base, canonical = False, False, None, False, False
-    vocab_size, kv_bytes_per_id, weight_bytes = VOCAB, 1, 0
+    hyper, context, by_base, canonical = False, None, False, False
+    vocab_size, kv_bytes_per_id = VOCAB, 1
     info = EngineInfo("fake", VOCAB, None, 0, 0, "")
     facts = ModelFacts(VOCAB, None, None, False, None, "", lambda start: None, 1)
 
