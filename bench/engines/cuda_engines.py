@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.network.kv_cache import kv_cache_bytes
-from mlx_zip.cuda.sampling import best_canonical_ids
+from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.engine.sampling.exclusions import CanonicalIds
 from mlx_zip.errors import GenerationError, MlxZipError, ModelError
 from mlx_zip.layout import MODEL_TYPE, Layout
@@ -245,8 +244,8 @@ class GreedySteps:
     def _choose_id(self) -> None:
         """Chooses the best id, or the best canonical id if the model's config requires canonical decoding."""
         excluded = [] if self._canonical is None else self._canonical.excluded()
-        chooser = partial(best_canonical_ids, excluded=[excluded], never=self._pad) if excluded else None
-        self._batch.choose_ids(chooser)
+        choose = lambda head: exclude_ids(head.logits, [excluded], self._pad).argmax(1)
+        self._batch.choose_ids(choose if excluded else None)
 
 
 class ReplayedSteps(GreedySteps):

@@ -27,7 +27,7 @@ from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.sequence import ReadDraft, SequenceStart, SequenceState, Snapshot
 from mlx_zip.cuda.sequence_reader import SequenceReader
-from mlx_zip.cuda.transfers import Download, Upload, ids_to_device
+from mlx_zip.cuda.transfers import Download, Upload
 from mlx_zip.engine.drafts import Draft
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.packs.pack import PackOrEntries
@@ -38,7 +38,9 @@ ChooseIds = Callable[[HeadOutput], torch.Tensor]
 class Batch:
     """Up to `max_sequences` sequences of up to `capacity` ids each, in rows 0, 1, ... without gaps.
 
-    Use a batch in one thread, and on one CUDA stream.
+    sequences: by row. When one is removed, another may move to its row. rows_locked: whether `release` must wait with
+    this, because ids have been chosen that the codebooks have not read yet. Use a batch in one thread, and on one CUDA
+    stream.
     """
 
     def __init__(self, model: CudaModel, max_sequences: int, capacity: int) -> None:
@@ -62,11 +64,12 @@ class Batch:
         self._steps = Upload(max_sequences, device)  # 1 for sequences that step, 0 for others
         self._steps_sent = [0] * max_sequences
         self._download = Download(max_sequences, device)
-        self._sequences: list[SequenceState] = []
+        self.sequences: list[SequenceState] = []
+        self.rows_locked = False
         self._postponed = False  # whether the body runs in `update_codebooks`, when the ids are known
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     def __repr__(self) -> str:
         return f"<Batch: {len(self)} of {self.max_sequences} sequences, {self.capacity} ids each>"
@@ -81,40 +84,51 @@ class Batch:
         return self._add_sequence(self.model.sequence_start(pack))
 
     def _add_sequence(self, begin: SequenceStart) -> int:
-        row = len(self._sequences)
+        row = len(self.sequences)
         if row == self.max_sequences:
             raise ModelError(f"the batch has room for {self.max_sequences} sequence(s), and all are taken")
         missing = set(range(begin.tuned_count, begin.entry_count))
-        sequence = SequenceState(begin, Codebook(begin.params), missing, by_base_ids=self._by_base_ids)
+        sequence = SequenceState(row, begin, Codebook(begin.params), missing, by_base_ids=self._by_base_ids)
         self.tables.clear_slots_from(row, 0)
         if begin.rows is not None:
-            spans = ids_to_device(np.fromiter(map(len, begin.params.start or ()), np.int64), self.model.device)
-            slots = torch.arange(len(spans), device=self.model.device)
-            self.tables.install(torch.full_like(slots, row), slots, begin.rows, spans)
+            lengths = np.fromiter(map(len, begin.params.start or ()), np.int64)
+            self._reader.install_rows(row, np.arange(len(lengths)), begin.rows, lengths)
         self.kv.trim_row(row, 0)
         self.kv.frequency_set[row] = 0
-        self._sequences.append(sequence)
+        self.sequences.append(sequence)
         return row
 
     def remove(self, row: int) -> None:
         """Removes a sequence; the last row's sequence moves to `row`. Call it between steps, before `choose_ids`."""
-        last = self._sequences.pop()
-        end = len(self._sequences)
+        gone, last = self.sequences[row], self.sequences.pop()
+        end, gone.row = len(self.sequences), -1
         if row != end:
-            self._sequences[row] = last
+            self.sequences[row], last.row = last, row
             self.kv.copy_row(end, row)
             self.tables.copy_row(end, row)
             for part in (self._outputs, self._positions_used):
                 part[row].copy_(part[end])
         self.kv.trim_row(end, 0)
 
+    def release(self, sequence: SequenceState) -> None:
+        """Removes a sequence now or, if rows are locked, in `unlock_rows`; may be called again for the sequence."""
+        sequence.released = True
+        if not self.rows_locked:
+            self.unlock_rows()
+
+    def unlock_rows(self) -> None:
+        """Lets rows move again after a step, and removes the sequences that were released meanwhile."""
+        self.rows_locked = False
+        for sequence in [one for one in self.sequences if one.released]:
+            self.remove(sequence.row)
+
     def book(self, row: int) -> Codebook:
         """Returns a sequence's codebook; without hypertokens the codebook has no slots and only logs ids."""
-        return self._sequences[row].book
+        return self.sequences[row].book
 
     def room_left(self, row: int) -> int:
         """Returns how many more ids a sequence has room for."""
-        return self.capacity - self._sequences[row].book.mark()
+        return self.capacity - self.sequences[row].book.mark()
 
     # ---- reading, trimming, keeping
 
@@ -125,7 +139,7 @@ class Batch:
         the call, but must read again before its next id can be chosen. Raises `CodecError` if an id is illegal,
         `ModelError` if `ids` is empty or longer than the room left.
         """
-        sequence, ids = self._sequences[row], as_ids(ids)
+        sequence, ids = self.sequences[row], as_ids(ids)
         mark = sequence.book.mark()
         if not len(ids) or len(ids) > self.room_left(row):
             raise ModelError(f"{len(ids)} ids cannot be read: a sequence has room for {self.room_left(row)} more")
@@ -145,7 +159,7 @@ class Batch:
 
         Raises `CodecError` if the sequence has fewer ids.
         """
-        sequence = self._sequences[row]
+        sequence = self.sequences[row]
         sequence.rewind(length)
         self.kv.trim_row(row, length)
         self._positions_used[row] = sequence.position_count
@@ -156,7 +170,7 @@ class Batch:
 
         Raises `ModelError` if keys are missing because an attempt to compute them again has failed.
         """
-        sequence = self._sequences[row]
+        sequence = self.sequences[row]
         if sequence.frequency_set is None:
             raise ModelError("some keys of the sequence are missing, because reading it again has failed")
         saved, frequency_set = self.kv.save_row(row, sequence.book.mark())
@@ -169,12 +183,18 @@ class Batch:
             output.to("cpu", copy=True) if sequence.can_choose else None,
         )
 
+    def keep(self, sequence: SequenceState) -> Snapshot:
+        """Returns the snapshot that is kept of a sequence, taken at the first call, before the sequence is removed."""
+        if sequence.kept is None:
+            sequence.kept = self.snapshot(sequence.row)
+        return sequence.kept
+
     def restore(self, kept: Snapshot) -> int:
         """Adds the sequence of a snapshot; returns its row. Raises `ModelError` if the sequence does not fit."""
         if len(kept.log) > self.capacity:
             raise ModelError(f"the snapshot has {len(kept.log)} ids, a sequence has room for {self.capacity}")
         row = self._add_sequence(kept.start)
-        sequence = self._sequences[row]
+        sequence = self.sequences[row]
         try:
             sequence.book.push(kept.log)
             sequence.missing_slots = set(range(kept.start.tuned_count, len(sequence.book)))
@@ -200,26 +220,25 @@ class Batch:
         sequences whose last output is unknown. None takes the ids of the highest logits. logits: whether the chooser
         needs logits [B, W]. May be called again before `start_body`.
         """
-        if not self._sequences:
+        if not self.sequences:
             return
         self._collect_outputs()
         count, size = len(self), graph_batch_size(len(self), self.max_sequences)
         logits = logits and chooser is not None
         head = self._graphs.run(("head", size, logits), partial(self._run_head, size, logits))
-        parts: list[Any] = [None if part is None else part[:count] for part in head[:3]]
-        head = HeadOutput(*parts)
+        head = HeadOutput(head.best[:count], None if head.logits is None else head.logits[:count])
         ids = head.best if chooser is None else chooser(head)
         self._download.start(ids)
         # the body reads the ids before `update_codebooks` can refuse an illegal id: keep its look-up inside the tables
         torch.clamp(ids, 0, self.model.layout.end - 1, out=self._chosen_ids[:count])
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             sequence.has_chosen = sequence.can_choose
         self._send_step_flags(
-            [int(sequence.has_chosen) for sequence in self._sequences] + [0] * (self.max_sequences - count)
+            [int(sequence.has_chosen) for sequence in self.sequences] + [0] * (self.max_sequences - count)
         )
 
     def _collect_outputs(self) -> None:
-        for row, sequence in enumerate(self._sequences):
+        for row, sequence in enumerate(self.sequences):
             if sequence.output is not None:
                 self._outputs[row].copy_(sequence.output)
                 sequence.output = None
@@ -239,12 +258,12 @@ class Batch:
         wait: True postpones the body to `update_codebooks`, because drafts may follow the ids. The body is also
         postponed if an id may be part of a draft or may make LongRoPE switch its factors.
         """
-        for row, sequence in enumerate(self._sequences):
+        for row, sequence in enumerate(self.sequences):
             if sequence.has_chosen and not self.room_left(row):
                 raise ModelError(f"sequence {row} has read {self.capacity} ids and has no room for more")
         self._postponed = wait or any(
             sequence.has_chosen and (sequence.ahead is not None or self._may_switch_frequencies(sequence))
-            for sequence in self._sequences
+            for sequence in self.sequences
         )
         if not self._postponed:
             self._run_body_of_stepping()
@@ -281,7 +300,7 @@ class Batch:
         errors: dict[int, Exception] = {}
         new: list[tuple[int, Installed]] = []
         again: list[int] = []
-        for row, sequence in enumerate(self._sequences):
+        for row, sequence in enumerate(self.sequences):
             if sequence.has_chosen:
                 followed = self._take_from_draft(row, sequence, ids[row])
                 try:
@@ -328,7 +347,7 @@ class Batch:
         self, rows: Sequence[int], drafts: Mapping[int, Draft], errors: dict[int, Exception]
     ) -> None:
         """Runs the body over the last id of each sequence in `rows`, and over the draft that follows the id, if any."""
-        switching = [row for row in rows if self._has_switched_frequencies(self._sequences[row])]
+        switching = [row for row in rows if self._has_switched_frequencies(self.sequences[row])]
         for row in switching:
             self._rerun_body(row, errors)
         rest = [row for row in rows if row not in switching]
@@ -346,9 +365,9 @@ class Batch:
 
     def _read_new_drafts(self, rows: Sequence[int], drafts: Mapping[int, Draft]) -> None:
         ids = {row: drafts[row].ids if row in drafts else [] for row in rows}
-        outputs = self._reader.read_last_ids_and_drafts({row: (self._sequences[row], ids[row]) for row in rows})
+        outputs = self._reader.read_last_ids_and_drafts({row: (self.sequences[row], ids[row]) for row in rows})
         for row in rows:
-            sequence = self._sequences[row]
+            sequence = self.sequences[row]
             sequence.ahead = ReadDraft(drafts[row], outputs[row]) if row in drafts else None
             sequence.output = outputs[row][0]
 
@@ -357,7 +376,7 @@ class Batch:
         return self.model.decoder.rope.frequency_set(last) != sequence.frequency_set
 
     def _rerun_body(self, row: int, errors: dict[int, Exception]) -> None:
-        sequence = self._sequences[row]
+        sequence = self.sequences[row]
         try:
             self._reader.run_body(row, sequence, sequence.book.mark() - 1)
         except RuntimeError as error:
@@ -372,7 +391,7 @@ class Batch:
 
     def draft(self, row: int) -> Draft | None:
         """Returns the draft that the body has read for a sequence, None if there is none."""
-        ahead = self._sequences[row].ahead
+        ahead = self.sequences[row].ahead
         return None if ahead is None else ahead.draft
 
     def max_draft_length(self, row: int) -> int:
@@ -381,10 +400,10 @@ class Batch:
         Returns 0 if the next id may make LongRoPE switch its factors. One slot of the KV cache stays free after the
         draft, because steps of other sequences write to that slot.
         """
-        return 0 if self._may_switch_frequencies(self._sequences[row]) else max(0, self.room_left(row) - 2)
+        return 0 if self._may_switch_frequencies(self.sequences[row]) else max(0, self.room_left(row) - 2)
 
     def _drop_draft(self, row: int) -> None:
-        sequence = self._sequences[row]
+        sequence = self.sequences[row]
         if sequence.ahead is not None:
             sequence.ahead = None
             self.kv.trim_row(row, sequence.book.mark())
@@ -403,79 +422,3 @@ class Batch:
             return True
         self._drop_draft(row)
         return False
-
-
-# ---- handles of rows, which stay valid while the batch moves rows, and may be released at any time
-
-
-class RowHandle:
-    """What one request owns: a row of a batch, and after `RowHandles.release` at most a snapshot of that row.
-
-    row: -1 after the release. books: a list that holds the request's codebook only.
-    """
-
-    def __init__(self, row: int, book: Codebook) -> None:
-        self.row, self.books = row, [book]
-        self.snapshot: Snapshot | None = None
-
-    @property
-    def book(self) -> Codebook:
-        """The request's codebook; without hypertokens the codebook has no slots and only logs ids."""
-        return self.books[0]
-
-
-class RowHandles:
-    """The rows of a batch that requests own.
-
-    rows_locked: whether ids have been chosen that the codebooks have not read yet, so that no row may be moved.
-    """
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch, self.rows_locked = batch, False
-        self._row_handles: list[RowHandle] = []  # by row
-        self._postponed: list[RowHandle] = []  # released while rows could not be moved
-
-    def add(self, start: Any) -> RowHandle:
-        """Adds a row and returns its handle. start: the pack that the row begins with, None for the model's default."""
-        return self._new_handle(self.batch.add(start))
-
-    def restore(self, snapshot: Snapshot, ids: int) -> RowHandle:
-        """Adds a row with the first `ids` ids of a snapshot; the row must read before it can choose.
-
-        Returns its handle.
-        """
-        return self._new_handle(self.batch.restore(snapshot.truncated(ids)))
-
-    def _new_handle(self, row: int) -> RowHandle:
-        assert row == len(self._row_handles)
-        self._row_handles.append(RowHandle(row, self.batch.book(row)))
-        return self._row_handles[-1]
-
-    def snapshot_of(self, row_handle: RowHandle) -> Snapshot:
-        """Returns the snapshot of a row; takes it now if there is none, which needs a row that is not released."""
-        if row_handle.snapshot is None:
-            row_handle.snapshot = self.batch.snapshot(row_handle.row)
-        return row_handle.snapshot
-
-    def release(self, row_handle: RowHandle) -> None:
-        """Removes a row, now or as soon as rows may be moved; does nothing if the row was released before."""
-        if row_handle.row < 0 or row_handle in self._postponed:
-            return
-        if self.rows_locked:
-            self._postponed.append(row_handle)
-        else:
-            self._remove_row(row_handle)
-
-    def release_postponed(self) -> None:
-        """Unlocks the rows after a step, and removes the rows that were released while they were locked."""
-        self.rows_locked = False
-        for row_handle in self._postponed:
-            self._remove_row(row_handle)
-        self._postponed.clear()
-
-    def _remove_row(self, row_handle: RowHandle) -> None:
-        self.batch.remove(row_handle.row)
-        last = self._row_handles.pop()
-        if last is not row_handle:
-            self._row_handles[row_handle.row], last.row = last, row_handle.row
-        row_handle.row = -1

@@ -61,7 +61,7 @@ class RowChooser:
         if request.submission.constraint is not None:
             searches[row] = _ConstraintSearch(request, logits, excluded, self._pad_id)
             return
-        logits = _forbid_excluded_ids(logits, excluded, self._pad_id)
+        logits = exclude_ids(logits, [excluded], self._pad_id)
         ids[row] = request.draws(logits.log_softmax(1))[0]
         self._record_logprobs(row, request, logits, ids)
 
@@ -103,7 +103,7 @@ class _ConstraintSearch(Search):
         self._pad_id = pad_id
 
     def score_open_ids(self, open_: np.ndarray, excluded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = _forbid_excluded_ids(self.mask_closed_ids(self.logits, open_), excluded, self._pad_id)
+        logits = exclude_ids(self.mask_closed_ids(self.logits, open_), [excluded], self._pad_id)
         return logits, self.request.draws.draw_scores(logits.log_softmax(1))
 
     def mask_closed_ids(self, logits: torch.Tensor, open_: np.ndarray) -> torch.Tensor:
@@ -111,7 +111,3 @@ class _ConstraintSearch(Search):
 
     def copy_to_host(self, scores: Any) -> np.ndarray:
         return scores[0].to("cpu", copy=True).numpy()
-
-
-def _forbid_excluded_ids(logits: torch.Tensor, excluded: list[int], pad_id: int) -> torch.Tensor:
-    return exclude_ids(logits, logits.logsumexp(1), [excluded], pad_id) if excluded else logits

@@ -9,12 +9,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.cuda.batch import Batch, RowHandle, RowHandles
+from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import (
     as_out_of_memory_error,
     find_device,
@@ -30,6 +28,7 @@ from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.network.kv_cache import kv_cache_bytes
 from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler
 from mlx_zip.cuda.scorer import RowScorer
+from mlx_zip.cuda.sequence import SequenceState
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.device import DEVICE_VARIABLE
 from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
@@ -37,8 +36,8 @@ from mlx_zip.engine.draft_sources import make_text_sources
 from mlx_zip.engine.drafts import Drafter, check_draft_options
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.engine.parts import ServedByEngine
 from mlx_zip.engine.request import Request
-from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
@@ -65,14 +64,10 @@ class CudaEngine(ThreadedEngine):
             raise as_out_of_memory_error(error) from error
 
     def _make_reading(self, served: CudaServed, request: Request) -> CudaReading:
-        return CudaReading(served.row_handles, served.group, request)
+        return CudaReading(served.batch, served.group, request)
 
     def _score_in_parts(self, served: CudaServed, row: Compressed, top: int) -> Iterator[Scored]:
-        closed = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        if served.canonical:
-            assert served.facts.params is not None
-            closed = find_excluded_ids(Codebook(served.facts.params.with_start(row.pack)), row.ids[:-1], row.breaks)
-        return RowScorer(served.model).score_in_parts(row, closed, top=top)
+        return RowScorer(served.model).score_in_parts(row, top=top)
 
     def _max_kv_bytes(self, served: CudaServed) -> None:
         """Returns None: each request has its own fixed part of the KV caches, so requests do not compete for room."""
@@ -139,7 +134,7 @@ def open_cuda_engine(
 
 def make_session_store(served: CudaServed, options: SessionOptions) -> SessionStore:
     """Returns a new store of sessions for a model."""
-    return SessionStore(CudaCaches(served.model, served.tokenizer, served.row_handles), options)
+    return SessionStore(CudaCaches(served.model, served.tokenizer, served.batch), options)
 
 
 def device_from_environment(needs_card: bool = False) -> torch.device:
@@ -176,14 +171,12 @@ HOST_KV_SHARE = 0.25  # of a CPU's memory; memory is taken only as ids fill the 
 MIN_REQUEST_IDS = 16  # ids that a request must have room for
 
 
-class CudaServed:
+class CudaServed(ServedByEngine):
     """A loaded model and the batch whose rows are its requests.
 
-    `mlx_zip.engine.parts.Served` documents the methods without a docstring; a `cache` is the `RowHandle` of a row of
-    the batch. Raises `ModelError` if there is no memory for the KV caches, and what the model raises if it cannot run.
+    `mlx_zip.engine.parts.Served` documents the methods without a docstring; a `cache` is a sequence of the batch.
+    Raises `ModelError` if there is no memory for the KV caches, and what the model raises if it cannot run.
     """
-
-    machines, batches = None, False
 
     def __init__(self, model: CudaModel, tokenizer: Any, options: ServeOptions) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options.run
@@ -198,11 +191,10 @@ class CudaServed:
         capacity = self._ids_per_request(options, trained)
         self.context = trained if self.by_base else min(capacity, trained or capacity)
         self.never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
-        self.row_handles = RowHandles(Batch(model, options.max_running, capacity))
+        self.batch = Batch(model, options.max_running, capacity)
         ahead = model.device.type == "cuda" if self.options.ahead is None else self.options.ahead
         pad_id = 0 if config is None else config.pad_id
-        self.group = CudaGroup(self.row_handles, pad_id, ahead)
-        self.weight_bytes = 0  # used only to decide whether to merge groups; here there is one group
+        self.group = CudaGroup(self.batch, pad_id, ahead)
         self.facts = self._model_facts()
         self._take_warm_up_step()
 
@@ -224,19 +216,17 @@ class CudaServed:
 
         On a GPU this takes a step with 1, 2, 4, ... requests: each number has its own kernels and CUDA graphs.
         """
-        batch, row_handles = self.row_handles.batch, list[RowHandle]()
+        batch = self.batch
         for count in range(1, 1 + (batch.max_sequences if self.model.device.type == "cuda" else 1)):
-            row_handles.append(self.new_cache(None))
-            batch.read(
-                row_handles[-1].row, [(self.vocab_size // 2 + count) % self.vocab_size]
-            )  # different ids, so that each request installs a new entry
+            # different ids, so that each request installs a new entry
+            batch.read(batch.add(), [(self.vocab_size // 2 + count) % self.vocab_size])
             if count == batch.max_sequences or not count & (count - 1):
                 batch.choose_ids(lambda head: head.best)  # with logits
                 batch.choose_ids()
                 batch.start_body()
                 batch.update_codebooks(batch.wait_for_ids())
-        for row_handle in row_handles:
-            self.free(row_handle)
+        while len(batch):
+            batch.remove(0)
 
     def _model_facts(self) -> ModelFacts:
         model, config = self.model, self.model.config
@@ -255,17 +245,17 @@ class CudaServed:
 
     # ---- what the engine's thread asks for
 
-    def new_cache(self, start: Any) -> RowHandle:
-        return self.row_handles.add(start)
+    def new_cache(self, start: Any) -> SequenceState:
+        return self.batch.sequences[self.batch.add(start)]
 
-    def state_of(self, cache: RowHandle) -> RowHandle:
-        """Returns the row handle itself, which holds the codebook."""
+    def state_of(self, cache: SequenceState) -> SequenceState:
+        """Returns the sequence itself, which holds the codebook."""
         return cache
 
     def make_request_sampler(self, options: Sampling, state: torch.Tensor | None) -> RequestSampler:
         return RequestSampler(options, self.never_excluded, self.model.device, state)
 
-    def make_penalties(self, options: Sampling, state: RowHandle) -> list[Any]:
+    def make_penalties(self, options: Sampling, state: SequenceState) -> list[Any]:
         return [BaseTokenPenalties(options, state, 0)] if options.has_penalties else []
 
     def make_drafter(self, text: Callable[[], Sequence[int]], prediction: Sequence[int] | Uint32s) -> Drafter | None:
@@ -288,14 +278,8 @@ class CudaServed:
             }
         )
 
-    def free(self, cache: RowHandle) -> None:
-        self.row_handles.release(cache)
-
-    def clear_draft_cache(self) -> None:
-        """Does nothing: there is no draft model."""
-
-    def free_unused_memory(self) -> None:
-        """Does nothing: the batch allocates all its memory when it is made."""
+    def free(self, cache: SequenceState) -> None:
+        self.batch.release(cache)
 
     def settle(self) -> None:
         """If drafts are on, writes the measured costs of passes to their file."""

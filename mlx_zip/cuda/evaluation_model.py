@@ -19,7 +19,7 @@ from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.engine.options import ServeOptions
 from mlx_zip.engine.responses import stream_answers
-from mlx_zip.engine.scored import Compressed, Pairs, Scored
+from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.packs.pack import Pack
 
 
@@ -63,9 +63,9 @@ class EvaluatedModel:
             self._engine.close()
             self._engine = None
 
-    def score_row(self, row: Compressed, causal: bool, closed: Pairs) -> Scored:
+    def score_row(self, row: Compressed, causal: bool) -> Scored:
         """Returns the predictions of a row's ids, from the second id on. See `RowScorer.score_in_parts`."""
-        return Scored.joined(list(self._scorer.score_in_parts(row, closed, causal)))
+        return Scored.joined(list(self._scorer.score_in_parts(row, causal)))
 
     def score_next(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
         """Returns the log-probabilities, float64 [k], that each of k base ids comes next after the whole row.

@@ -12,10 +12,11 @@ import time
 from collections.abc import Sequence
 
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.cuda.batch import RowHandles
+from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.choosing import RowChooser
 from mlx_zip.engine.drafts import Draft, expects_draft
 from mlx_zip.engine.interface import Progress
+from mlx_zip.engine.parts import Group, Reading
 from mlx_zip.engine.pass_costs import PassClock
 from mlx_zip.engine.request import Chosen, Request, propose_drafts
 from mlx_zip.errors import MlxZipError, PromptTooLongError
@@ -23,26 +24,23 @@ from mlx_zip.errors import MlxZipError, PromptTooLongError
 log = logging.getLogger(__name__)
 
 
-class CudaGroup:
+class CudaGroup(Group):
     """The requests of one engine that take steps. Methods without a docstring: see `mlx_zip.engine.mlx.group`.
 
     pad_id: an id that canonical decoding never excludes. ahead: for requests with drafters, False makes the body always
     wait until the host has read the chosen ids; True makes the body wait only if a draft is expected.
     """
 
-    def __init__(self, row_handles: RowHandles, pad_id: int, ahead: bool = True) -> None:
+    def __init__(self, batch: Batch, pad_id: int, ahead: bool = True) -> None:
         self.requests: list[Request] = []
         self._ahead = ahead
-        self._row_handles, self._batch, self._pad_id = row_handles, row_handles.batch, pad_id
+        self._batch, self._pad_id = batch, pad_id
         self._chosen: list[Request] = []  # requests whose chosen ids the codebooks have not read yet
         self._ids: list[int] = []  # the chosen ids, by row
         self._chooser: RowChooser | None = None
         self._must_wait = False  # whether `finish_choosing` chooses the next ids, because a request has a constraint
         self._waits = False  # whether the body has to wait for the ids, because drafts may follow them
         self._clock = PassClock()
-
-    def merge_groups(self, others: Sequence[object]) -> None:
-        """Does nothing: there is one group."""
 
     def take_in(self, request: Request) -> CudaGroup:
         """Adds a request whose prompt was read, and returns the group.
@@ -56,14 +54,11 @@ class CudaGroup:
             except BaseException:
                 self.requests.remove(request)
                 self._chosen = []
-                self._row_handles.release_postponed()
+                self._batch.unlock_rows()
                 raise
         return self
 
     # ---- one step
-
-    def begin_step(self) -> None:
-        """Does nothing: the body was started when the ids were chosen."""
 
     def hand_ids_to_requests(self) -> None:
         self._ids = self._batch.wait_for_ids() if self._chosen else []
@@ -95,7 +90,7 @@ class CudaGroup:
         """Reads the chosen ids into the codebooks; removes and returns the requests that have ended or failed."""
         if self._chosen:
             self._update_codebooks()
-        self._row_handles.release_postponed()
+        self._batch.unlock_rows()
         for request in self.requests:
             if request.reason is None and request.error is None and request.cancelled and request not in self._chosen:
                 request.reason = "cancelled"  # before its first id
@@ -155,19 +150,19 @@ class CudaGroup:
 
         has_read: whether the row has read the last chosen id, which is trimmed if the request was cancelled or failed.
         """
-        row_handle = request.cache
+        sequence = request.cache
         if request.error is not None and not isinstance(request.error, MlxZipError):
             request.whole = False
         try:
             if request.keep and request.whole:
                 if has_read and (request.reason == "cancelled" or request.error is not None):
-                    self._batch.trim_sequence(row_handle.row, row_handle.book.mark() - 1)
-                self._row_handles.snapshot_of(row_handle)
+                    self._batch.trim_sequence(sequence.row, sequence.book.mark() - 1)
+                self._batch.keep(sequence)
         except Exception:  # the answer was delivered: only the session is lost
             log.exception("a session could not be kept")
             request.whole = False
         finally:
-            self._row_handles.release(row_handle)
+            self._batch.release(sequence)
 
     def launch_pass(self) -> None:
         """Chooses the next ids; if a request has a constraint, leaves the choice to `finish_choosing`."""
@@ -188,7 +183,7 @@ class CudaGroup:
         self._chooser = (
             None if plain else RowChooser({request.cache.row: request for request in self.requests}, self._pad_id)
         )
-        self._row_handles.rows_locked, self._must_wait = True, False
+        self._batch.rows_locked, self._must_wait = True, False
         self._chosen = list(self.requests)
         self._batch.choose_ids(self._chooser)
         self._waits = self._expects_drafts()
@@ -198,45 +193,27 @@ class CudaGroup:
         """Removes all requests and releases their rows, after a step has failed."""
         requests, self.requests, self._chosen, self._chooser, self._must_wait = self.requests, [], [], None, False
         for request in requests:
-            self._row_handles.release(request.cache)
-        self._row_handles.release_postponed()
-
-    # ---- the interface of groups that can be merged and split
+            self._batch.release(request.cache)
+        self._batch.unlock_rows()
 
     @property
     def length(self) -> int:
         """Number of ids that the longest request holds."""
         return max(request.held_ids for request in self.requests)
 
-    def merge_key(self) -> None:
-        """Returns None: this group is not merged with others."""
 
-    def rows_switching_factors(self) -> list[int]:
-        """Returns an empty list: all rows can go on together."""
-        return []
-
-    def split_off_rows(self, rows: Sequence[int]) -> list[Request]:
-        """Returns an empty list: the group is never split."""
-        return []
-
-
-class CudaReading:
+class CudaReading(Reading):
     """A request whose prompt is being read. group: the group that the request joins when its prompt has been read."""
 
-    def __init__(self, row_handles: RowHandles, group: CudaGroup, request: Request) -> None:
+    def __init__(self, batch: Batch, group: CudaGroup, request: Request) -> None:
         self.request = request
-        self._batch, self._group, self._read_count = row_handles.batch, group, 0
+        self._batch, self._group, self._read_count = batch, group, 0
         self._ids: Uint32s = request.prompt_ids
 
     @property
     def left(self) -> int:
         """How many ids of the prompt are still to be read."""
         return len(self._ids) - self._read_count
-
-    @property
-    def batch_key(self) -> None:
-        """None: prompts are read one by one, each on its row of the batch."""
-        return None
 
     def read(self, at_most: int, others: Sequence[object] = ()) -> tuple[int, CudaGroup | None]:
         """Reads up to `at_most` ids of the prompt. Returns how many, and the group if the prompt is done, else None.

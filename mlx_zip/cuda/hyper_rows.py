@@ -120,22 +120,15 @@ class HyperRowTables:
         self.inputs = self.outputs if sides == 1 else torch.zeros_like(self.outputs)
         self.installed = torch.zeros((batch, slots), dtype=torch.bool, device=device)
         self.spans = torch.ones((batch, before + slots), dtype=torch.int64, device=device)
-        self._slot_spans, self._true = self.spans[:, before:], torch.ones((), dtype=torch.bool, device=device)
 
     @property
     def sides(self) -> tuple[torch.Tensor, ...]:
         """The tables in the order of the store's sides: outputs, then inputs unless they are the same tensor."""
         return (self.outputs,) if self.inputs is self.outputs else (self.outputs, self.inputs)
 
-    def install(self, batch: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, spans: torch.Tensor) -> None:
-        """Installs N entries, each in a slot of a sequence. batch [N]: rows of the sequences; slots [N]; spans [N].
-
-        rows [N, sides, D]: the hyper rows. If a slot of a sequence is given twice, both must have the same values.
-        """
-        for side, table in enumerate(self.sides):
-            table[batch, slots] = rows[:, side]
-        self._slot_spans[batch, slots] = spans
-        self.installed[batch, slots] = self._true
+    def install(self, new: torch.Tensor, pool: torch.Tensor) -> None:
+        """Installs entries, each in a slot of a sequence. new [4, N], pool [P, sides, D]: see `install_rows`."""
+        install_rows(new, pool, self.sides, self.installed, self.spans)
 
     def clear_slots_from(self, row: int, count: int) -> None:
         """Marks slot `count` and all later slots of one sequence as empty."""
@@ -198,11 +191,8 @@ class NewEntryRows:
         size = graph_batch_size(len(rows), self._most)
         inputs = self._install_inputs[size]
         inputs.send(np.concatenate([_pad_with_first_row(part, size) for part in (rows, slots, places, spans)]))
-        self._graphs.run(("install", size), partial(self._install_sent_rows, inputs.device.view(4, size)))
-
-    def _install_sent_rows(self, sent: torch.Tensor) -> None:
-        tables = self._tables
-        install_rows(sent, self._store.pool, tables.sides, tables.installed, tables.spans)
+        work = partial(self._tables.install, inputs.device.view(4, size), self._store.pool)
+        self._graphs.run(("install", size), work)
 
 
 def _pad_with_first_row(part: np.ndarray, size: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mlx_zip.codec import CodecParams
@@ -22,7 +23,7 @@ from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, joint_head_on_cpu
 from mlx_zip.cuda.network.decoder import Decoder
 from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
 from mlx_zip.cuda.network.linear import HalfMatrix, Linear
-from mlx_zip.cuda.sequence import SequenceStart, make_sequence_start
+from mlx_zip.cuda.sequence import SequenceStart
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.files import read_json_object
 from mlx_zip.layout import Layout
@@ -199,17 +200,22 @@ class CudaModel:
             raise ModelError(NO_HYPERTOKENS)
         found = self._starts_by_pack.get(id(pack))
         if found is None:  # each `SequenceStart` holds its pack, so no other object can have that pack's id()
-            found = make_sequence_start(self.params, pack, lambda: self.fingerprint, self.sides, self._empty_hyper_rows)
-            if found.rows is None and self.is_plain:
-                raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
+            found = self._make_sequence_start(pack)
             if len(self._starts_by_pack) >= MAX_KEPT_PACKS:
                 self._starts_by_pack.pop(next(iter(self._starts_by_pack)))
             self._starts_by_pack[id(pack)] = found
         return found
 
-    @property
-    def _empty_hyper_rows(self) -> torch.Tensor:
-        return torch.empty((0, self.width), dtype=self.dtype, device=self.device)
+    def _make_sequence_start(self, pack: PackOrEntries) -> SequenceStart:
+        found = resolve_pack(pack)
+        params, rows = self.params.with_start(found), found.rows
+        if rows is None:
+            if self.is_plain:
+                raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
+            return SequenceStart(params, None, pack)
+        rows.check_model(self.fingerprint, self.sides == 1, self.width)
+        sides = np.stack((rows.output, rows.input)[: self.sides], axis=1)
+        return SequenceStart(params, torch.from_numpy(sides).to(self.device, self.dtype), pack)
 
     @property
     def is_plain(self) -> bool:
@@ -229,7 +235,7 @@ class CudaModel:
         return hyper_embedding(ids, self.embedding, rows, self.layout.vocab_size)
 
     def head(self, h: torch.Tensor, rows: torch.Tensor, installed: torch.Tensor, logits: bool = False) -> HeadOutput:
-        """Returns the best ids, log-sum-exps and, if `logits` is True, logits for the body's outputs h [B, D].
+        """Returns the best ids and, if `logits` is True, logits for the body's outputs h [B, D].
 
         rows [B, C, D]: the output rows of each sequence's slots. installed [B, C] bool: which slots hold an entry.
         """

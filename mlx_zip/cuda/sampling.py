@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mlx_zip.cuda.kernels.head import HeadOutput
 from mlx_zip.cuda.transfers import to_device
 from mlx_zip.engine.sampling.exclusions import MAX_EXCLUDED_SHARE
 from mlx_zip.engine.sampling.options import Sampling
@@ -138,32 +137,18 @@ class BaseTokenPenalties(PenaltyTerms):
 # ---- canonical decoding: forbids ids that the compressor would never write (`mlx_zip.engine.sampling.exclusions`)
 
 
-def exclude_ids(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
-    """Returns logits [B, W] with each row's excluded ids at -inf, unless together they hold over half the probability.
+def exclude_ids(logits: torch.Tensor, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
+    """Sets each row's excluded ids to -inf, unless together they hold over half the probability; returns `logits`.
 
-    lse [B]: log-sum-exp of each row. never: an id that is excluded in no row.
+    logits [B, W], changed in place. never: an id that is excluded in no row.
     """
     if not any(excluded):
         return logits
-    return logits.scatter(1, *values_of_excluded_ids(logits, lse, excluded, never))
-
-
-def values_of_excluded_ids(
-    logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence[int]], never: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns columns, int64 [B, N], and values [B, N] that `exclude_ids` writes, if some row has excluded ids."""
     lists = [list(dict.fromkeys(ids)) for ids in excluded]
     width = max(map(len, lists))
     padded = np.array([[*row, *[never] * (width - len(row))] for row in lists], np.int64)
     ids = to_device(padded, logits.device)
     chosen, real = logits.gather(1, ids), ids != never
-    share = torch.where(real, chosen, -torch.inf).logsumexp(1)
-    closed = real & (share - lse <= math.log(MAX_EXCLUDED_SHARE))[:, None]
-    return ids, torch.where(closed, -torch.inf, chosen)
-
-
-def best_canonical_ids(head: HeadOutput, excluded: Sequence[Sequence[int]], never: int) -> torch.Tensor:
-    """Returns the best ids [B] of a head's output, which must have logits, after `exclude_ids`."""
-    assert head.logits is not None
-    assert head.lse is not None
-    return exclude_ids(head.logits, head.lse, excluded, never).argmax(1)
+    share = torch.where(real, chosen, -torch.inf).logsumexp(1) - logits.float().logsumexp(1)
+    closed = real & (share <= math.log(MAX_EXCLUDED_SHARE))[:, None]
+    return logits.scatter_(1, ids, torch.where(closed, -torch.inf, chosen))

@@ -15,11 +15,12 @@ import torch
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.network.frequencies import LONG, SHORT
+from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.cuda.sequence import SequenceStart
 from mlx_zip.cuda.sequence_reader import CHUNK
 from mlx_zip.cuda.transfers import ids_to_device
-from mlx_zip.engine.sampling.exclusions import MAX_EXCLUDED_SHARE
-from mlx_zip.engine.scored import LOGITS, Compressed, Pairs, Scored
+from mlx_zip.engine.sampling.exclusions import find_excluded_ids
+from mlx_zip.engine.scored import LOGITS, Compressed, Scored
 
 NEVER = np.iinfo(np.int64).max
 
@@ -44,35 +45,51 @@ class RowScorer:
     """Scores rows of ids with a model. Has its own KV cache."""
 
     def __init__(self, model: CudaModel) -> None:
-        self._model = model
-        self._by_base_ids = model.config is not None and model.config.position_mode == "base_token_end"
+        self._model, config = model, model.config
+        self._by_base_ids = config is not None and config.position_mode == "base_token_end"
+        self._canonical, self._pad_id = (False, 0) if config is None else (config.canonical, config.pad_id)
         self._kv = model.decoder.make_kv_cache(1, CHUNK)
 
     @torch.no_grad()
-    def score_in_parts(self, row: Compressed, closed: Pairs, causal: bool = True, top: int = 0) -> Iterator[Scored]:
+    def score_in_parts(self, row: Compressed, causal: bool = True, top: int = 0) -> Iterator[Scored]:
         """Yields the predictions of a row's ids, from the second id on, some at a time.
 
-        closed: positions, and the ids that canonical decoding forbids there. causal: False opens the row's last entries
-        at every position ("legacy" in `mlx_zip.engine.mlx.scoring.score_rows`). top: number of likeliest ids per
-        position.
+        Forbids ids if the model's decoding is canonical. causal: False opens the row's last entries at every position
+        ("legacy" in `mlx_zip.engine.mlx.scoring.score_rows`). top: number of likeliest ids per position.
         """
         row_entries, vocab_size, begin = self._find_row_entries(row), self._model.layout.vocab_size, 0
         most = max(1, LOGITS // (vocab_size + len(row_entries.rows)))
         first, last = (ids_to_device(part, row_entries.rows.device) for part in (row_entries.first, row_entries.last))
         if not causal:
             first = torch.where(last == NEVER, -1, NEVER)
+        excluded = self._find_excluded_ids(row)
+        columns = np.where(row_entries.of < 0, row.ids, vocab_size + row_entries.of)
+        column_ids = np.concatenate([np.arange(vocab_size), vocab_size + row_entries.slots])
         for outputs in self._body_outputs(row, row_entries):
-            high = row_entries.rows[:, 0].to(outputs.dtype)
             for h in outputs.split(most):
                 end = begin + len(h)
                 at = torch.arange(begin, end, device=h.device)[:, None]
-                entries = torch.where((first <= at) & (at < last), (h @ high.T).float(), -torch.inf)
-                here = (closed[0] >= begin) & (closed[0] < end)
-                logits = _PositionLogits(self._model.base_logits(h), entries)
-                logits.exclude_ids(closed[0][here] - begin, closed[1][here])
-                wanted = slice(begin + 1, end + 1)
-                yield logits.score_ids(row.ids[wanted], row_entries.of[wanted], vocab_size + row_entries.slots, top)
+                logits = self._logits(h, row_entries.rows, (first <= at) & (at < last))
+                exclude_ids(logits, excluded[begin:end], self._pad_id)
+                yield _score_columns(logits, columns[begin + 1 : end + 1], vocab_size, column_ids, top)
                 begin = end
+
+    def _logits(self, h: torch.Tensor, rows: torch.Tensor, open_: torch.Tensor) -> torch.Tensor:
+        """Returns float32 logits [n, V + E] of base ids and entries for outputs h [n, D].
+
+        rows [E, sides, D]: the entries' rows. open_ [n, E] bool, or [1, E]: -inf for an entry that is not open.
+        """
+        entries = (h @ rows[:, 0].to(h.dtype).T).float()
+        return torch.cat([self._model.base_logits(h), entries.masked_fill_(~open_, -torch.inf)], 1)
+
+    def _find_excluded_ids(self, row: Compressed) -> list[list[int]]:
+        """Returns, for each id of a row but the last, the ids that canonical decoding forbids next."""
+        count = len(row.ids) - 1
+        if not self._canonical:
+            return [[] for _ in range(count)]
+        book = Codebook(self._model.sequence_start(row.pack).params)
+        at, ids = find_excluded_ids(book, row.ids[:-1], row.breaks)
+        return [some.tolist() for some in np.split(ids, np.searchsorted(at, np.arange(1, count)))]
 
     @torch.no_grad()
     def score_next_ids(self, row: Compressed, ids: Sequence[int]) -> np.ndarray:
@@ -81,11 +98,9 @@ class RowScorer:
         longer = replace(row, ids=np.concatenate([row.ids, last]), spans=np.concatenate([row.spans, [1]]))
         row_entries = self._find_row_entries(longer)
         *_, outputs = self._body_outputs(longer, row_entries)
-        h = outputs[-1:]
-        open_now = ids_to_device(np.flatnonzero(row_entries.last == NEVER), h.device)
-        entries = (h @ row_entries.rows[open_now, 0].to(h.dtype).T).float()
-        logits = _PositionLogits(self._model.base_logits(h), entries)
-        return (logits.low[0, list(ids)] - logits.log_sum_exp()[0]).double().cpu().numpy()
+        open_ = ids_to_device(row_entries.last, outputs.device)[None] == NEVER
+        logits = self._logits(outputs[-1:], row_entries.rows, open_)
+        return logits.log_softmax(1)[0, list(ids)].double().cpu().numpy()
 
     def _find_row_entries(self, row: Compressed) -> RowEntries:
         model = self._model
@@ -158,52 +173,21 @@ class RowScorer:
                 yield found[max(0, wanted - begin) :]
 
 
-class _PositionLogits:
-    """The logits of n positions: low [n, V] of base ids; high [n, E] of entries, -inf where an entry is not open."""
+def _score_columns(
+    logits: torch.Tensor, columns: np.ndarray, vocab_size: int, column_ids: np.ndarray, top: int
+) -> Scored:
+    """Returns the predictions of n ids, one per position, for logits [n, V + E].
 
-    def __init__(self, low: torch.Tensor, high: torch.Tensor) -> None:
-        self.low, self.high = low, high
-
-    def log_sum_exp(self) -> torch.Tensor:
-        """Returns the log-sum-exp [n, 1] over base ids and entries."""
-        return torch.logaddexp(self.low.logsumexp(1), self.high.logsumexp(1))[:, None]
-
-    def exclude_ids(self, at: np.ndarray, ids: np.ndarray) -> None:
-        """Sets the logits of ids [m] at positions `at` [m] to -inf; see `sampling.exclude_ids` for the exception."""
-        if not len(at):
-            return
-        rows, columns = (ids_to_device(part, self.low.device) for part in np.unique([at, ids], axis=1))
-        width = self.low.shape[1]
-        is_low = columns < width
-        low_at, high_at = (rows[is_low], columns[is_low]), (rows[~is_low], columns[~is_low] - width)
-        total = self.log_sum_exp()[:, 0]
-        share = torch.zeros_like(total)
-        for part, (row, column) in ((self.low, low_at), (self.high, high_at)):
-            share.index_add_(0, row, torch.exp(part[row, column] - total[row]))
-        for part, (row, column) in ((self.low, low_at), (self.high, high_at)):
-            part[row, column] = torch.where(share[row] > MAX_EXCLUDED_SHARE, part[row, column], -torch.inf)
-
-    def score_ids(self, ids: np.ndarray, of: np.ndarray, entry_ids: np.ndarray, top: int) -> Scored:
-        """Returns the predictions of n ids, one per position.
-
-        ids [n]: the id that follows each position. of [n]: the entry that the id stands for, -1 for a base id.
-        entry_ids [E]: the id of each entry. top: number of likeliest ids to return per position.
-        """
-        device, total, hyper = self.low.device, self.log_sum_exp(), of >= 0
-        base = self.low.gather(1, ids_to_device(np.where(hyper, 0, ids), device)[:, None])
-        chosen = base
-        if self.high.shape[1]:
-            entry = self.high.gather(1, ids_to_device(np.maximum(of, 0), device)[:, None])
-            chosen = torch.where(ids_to_device(hyper, device)[:, None].bool(), entry, base)
-        best = torch.maximum(self.low.amax(1), self.high.amax(1)) if self.high.shape[1] else self.low.amax(1)
-        mass = torch.exp(self.high.logsumexp(1) - total[:, 0])
-        likely = torch.cat([self.low, self.high], 1).topk(top) if top else None
-        columns = np.zeros((len(ids), 0), np.int64) if likely is None else likely.indices.cpu().numpy()
-        width = self.low.shape[1]
-        return Scored(
-            (chosen - total)[:, 0].double().cpu().numpy(),
-            (chosen[:, 0] == best).cpu().numpy(),
-            mass.double().cpu().numpy(),
-            np.concatenate([np.arange(width), entry_ids])[columns],
-            np.zeros(columns.shape) if likely is None else (likely.values - total).double().cpu().numpy(),
-        )
+    columns [n]: the column of the id that follows each position. column_ids [V + E]: the id of each column. top: number
+    of likeliest ids to return per position.
+    """
+    total, likely = logits.logsumexp(1), logits.topk(top)
+    chosen = logits.gather(1, ids_to_device(columns, logits.device)[:, None])[:, 0]
+    mass = torch.exp(logits[:, vocab_size:].logsumexp(1) - total)
+    return Scored(
+        (chosen - total).double().cpu().numpy(),
+        (chosen == logits.amax(1)).cpu().numpy(),
+        mass.double().cpu().numpy(),
+        column_ids[likely.indices.cpu().numpy()],
+        (likely.values - total[:, None]).double().cpu().numpy(),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.engine.drafts import Draft
-from mlx_zip.packs.pack import PackOrEntries, resolve_pack
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,24 +35,6 @@ class SequenceStart:
         return 0 if self.rows is None else len(self.rows)
 
 
-def make_sequence_start(
-    params: CodecParams, pack: PackOrEntries, model: Callable[[], str], sides: int, like: torch.Tensor
-) -> SequenceStart:
-    """Returns what sequences that begin with `pack` share.
-
-    params: the model's codec. model: returns the model's fingerprint. sides: 1 if an entry has one row for input and
-    output, else 2. like: a tensor [any, D] with the rows' width, dtype and device. Raises `CodecError` if an entry does
-    not fit, `ModelError` if the rows belong to another model, `DataError` if the pack cannot be read.
-    """
-    found = resolve_pack(pack)
-    own, rows = params.with_start(found), found.rows
-    if rows is None:
-        return SequenceStart(own, None, pack)
-    rows.check_model(model(), sides == 1, like.shape[1])
-    parts = (rows.output, rows.input)[:sides]
-    return SequenceStart(own, torch.from_numpy(np.stack(parts, axis=1)).to(like.device, like.dtype), pack)
-
-
 @dataclass(frozen=True)
 class ReadDraft:
     """A draft of K ids that the body has read.
@@ -73,18 +53,21 @@ class ReadDraft:
         return self.outputs[self.draft.taken]
 
 
-@dataclass
+@dataclass(eq=False)
 class SequenceState:
-    """One sequence of a batch.
+    """One sequence of a batch, and what a request owns of the batch.
 
-    start: what the sequence began with. book: its codebook, whose log holds the ids read. missing_slots: slots whose
+    row: the sequence's row in the batch, -1 once it is removed. start: what the sequence began with. book: its
+    codebook, whose log holds the ids read; without hypertokens the codebook has no slots. missing_slots: slots whose
     rows are not in the batch's tables. frequency_set: the set of rotary frequencies of the cached keys, None if the
     keys must be computed again. output [D]: the body's output for the last id; None if it is unknown or lies in the
     batch's outputs. can_choose: whether the output for the last id is known. has_chosen: whether an id was chosen that
     the codebook has not read yet. ahead: the draft that the body has read after the log, or None. by_base_ids: whether
-    positions count base ids; an id then has the position of its last base id.
+    positions count base ids; an id then has the position of its last base id. released: whether the sequence is removed
+    as soon as rows may move. kept: a snapshot that outlives the sequence, or None.
     """
 
+    row: int
     start: SequenceStart
     book: Codebook
     missing_slots: set[int] = field(default_factory=set)
@@ -94,6 +77,11 @@ class SequenceState:
     has_chosen: bool = False
     ahead: ReadDraft | None = None
     by_base_ids: bool = False
+    released: bool = False
+    kept: Snapshot | None = None
+
+    def __post_init__(self) -> None:
+        self.books = [self.book]  # as the engine asks for the codebooks of a cache
 
     @property
     def can_evict_entries(self) -> bool:

@@ -29,13 +29,17 @@ class SequenceReader:
 
     def fill_missing_rows(self, row: int, sequence: SequenceState) -> None:
         """Installs a sequence's missing rows in the tables; encodes rows that the store lacks."""
-        store, device = self._model.store, self._model.device
+        store = self._model.store
         if not sequence.missing_slots or store is None:
             return
         slots, entries, lengths = sequence.missing_entries()
-        rows, at = store.find_or_encode(entries, lengths, self._model.encode_entries), ids_to_device(slots, device)
-        self._tables.install(torch.full_like(at, row), at, rows, ids_to_device(lengths, device))
+        self.install_rows(row, slots, store.find_or_encode(entries, lengths, self._model.encode_entries), lengths)
         sequence.missing_slots.clear()
+
+    def install_rows(self, row: int, slots: np.ndarray, rows: torch.Tensor, lengths: np.ndarray) -> None:
+        """Installs entries of a sequence in the tables: rows [N, sides, D] of entries of lengths [N] in slots [N]."""
+        new = np.stack([np.full_like(slots, row), slots, np.arange(len(slots)), lengths])
+        self._tables.install(ids_to_device(new, self._model.device), rows)
 
     def run_body(self, row: int, sequence: SequenceState, first: int) -> None:
         """Runs the body over a sequence's ids from index `first` on, or over all ids if LongRoPE's factors change.

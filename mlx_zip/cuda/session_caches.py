@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook
-from mlx_zip.cuda.batch import RowHandle, RowHandles
+from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.network.checkpoint import FLOAT_DTYPES
-from mlx_zip.cuda.sequence import SequenceStart, Snapshot
+from mlx_zip.cuda.sequence import SequenceStart, SequenceState, Snapshot
 from mlx_zip.engine.sessions.file_format import (
     FACT_PREFIX,
     TORCH_FORMAT,
@@ -47,8 +47,8 @@ class CudaCaches:
     A snapshot never changes: a request that continues a session gets a copy of the session's snapshot on the device.
     """
 
-    def __init__(self, model: CudaModel, tokenizer: Any, row_handles: RowHandles) -> None:
-        self._model, self._tokenizer, self._row_handles = model, tokenizer, row_handles
+    def __init__(self, model: CudaModel, tokenizer: Any, batch: Batch) -> None:
+        self._model, self._tokenizer, self._batch = model, tokenizer, batch
         self.merge_size = 1 if model.config is None else model.config.merge_size
 
     @cached_property
@@ -66,24 +66,24 @@ class CudaCaches:
         begin = self._model.default_start
         return pack_key_of(begin.params.start, tuned_fingerprint(begin.pack))
 
-    def held_ids(self, cache: RowHandle, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
+    def held_ids(self, cache: SequenceState, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
         return ids_in_book(cache.book)
 
-    def prepare_to_keep(self, cache: RowHandle) -> Snapshot:
-        return self._row_handles.snapshot_of(cache)
+    def prepare_to_keep(self, cache: SequenceState) -> Snapshot:
+        return self._batch.keep(cache)
 
     def measure(self, kept: Snapshot) -> tuple[int, bool]:
         return kept.nbytes, True
 
     def count_fitting_ids(self, ids: int) -> int:
-        return min(ids, self._row_handles.batch.capacity)
+        return min(ids, self._batch.capacity)
 
-    def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> RowHandle:
+    def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> SequenceState:
         """See `SessionCaches`. Raises `ModelError` if the session began with another pack than the request."""
         snapshot, begin = session.cache, self._model.sequence_start(start)
         if _sequence_start_as_json(snapshot.start) != _sequence_start_as_json(begin):
             raise ModelError("the session began with another pack than the request; begin a new one")
-        return self._row_handles.restore(replace(snapshot, start=begin), ids)
+        return self._batch.sequences[self._batch.restore(replace(snapshot, start=begin).truncated(ids))]
 
     # ---- files
 

@@ -1,6 +1,7 @@
-"""Protocols through which the scheduler uses a loaded model. MLX and PyTorch each have an implementation.
+"""Protocols through which the scheduler uses a loaded model. Each engine implements them.
 
-A cache is what one request owns: its KV cache and its codebook. Only implementations of these protocols look inside a
+A member with a value or a body does what is right for an engine that lacks the feature; such an engine inherits it. A
+cache is what one request owns: its KV cache and its codebook. Only implementations of these protocols look inside a
 cache.
 """
 
@@ -37,7 +38,8 @@ class Group(Protocol):
     @property
     def length(self) -> int: ...
 
-    def begin_step(self) -> None: ...
+    def begin_step(self) -> None:
+        """Starts the next step if that is possible before the host has read the chosen ids."""
 
     def hand_ids_to_requests(self) -> None: ...
 
@@ -47,17 +49,22 @@ class Group(Protocol):
 
     def finish_choosing(self) -> None: ...
 
-    def merge_key(self) -> bool | None: ...
+    def drop_requests(self) -> None: ...
 
-    def rows_switching_factors(self) -> list[int]: ...
+    def merge_key(self) -> bool | None:
+        """Returns a key, equal for groups that may be merged now; None if this group must not be merged."""
+        return None
+
+    def rows_switching_factors(self) -> list[int]:
+        """Returns the rows whose next step needs other LongRoPE factors than the group's, to be split off."""
+        return []
 
     def split_off_rows(self, rows: Sequence[int]) -> Sequence[Any]:
         """Removes rows from the group and returns their requests. Each then gets a new `Reading`."""
-        ...
+        return []
 
-    def merge_groups(self, others: Sequence[Any]) -> None: ...
-
-    def drop_requests(self) -> None: ...
+    def merge_groups(self, others: Sequence[Any]) -> None:
+        """Takes in the requests of other groups with an equal `merge_key`."""
 
 
 class Reading(Protocol):
@@ -72,7 +79,8 @@ class Reading(Protocol):
     def left(self) -> int: ...
 
     @property
-    def batch_key(self) -> Hashable | None: ...
+    def batch_key(self) -> Hashable | None:
+        return None
 
     def read(self, at_most: int, others: Sequence[Any] = ()) -> tuple[int, Any]:
         """Reads up to `at_most` ids of this reading; if `others` is not empty, all ids of this reading and of `others`.
@@ -88,24 +96,26 @@ class Served(Protocol):
     machines: the group of machines that the model is split over, None on one machine. context, by_base, vocab_size: see
     `ModelFacts`. canonical: whether canonical decoding is on. long_context: number of positions above which LongRoPE
     uses its long factors, None for models without LongRoPE. kv_bytes_per_id: bytes of KV cache per id of one request.
-    weight_bytes: bytes of all weights.
+    weight_bytes: bytes of all weights, 0 if groups are never merged.
     """
 
     options: RunOptions
     hyper: bool
-    machines: Any
+    machines: Any = None
     context: int | None
     by_base: bool
     vocab_size: int
     canonical: bool
-    long_context: int | None
+    long_context: int | None = None
     kv_bytes_per_id: int
 
     @property
-    def batches(self) -> bool: ...
+    def batches(self) -> bool:
+        return False
 
     @property
-    def weight_bytes(self) -> int: ...
+    def weight_bytes(self) -> int:
+        return 0
 
     def new_cache(self, start: Any) -> Any:
         """Returns an empty cache for a request. start: pack that the codebook begins with, None for the model's own."""
@@ -128,23 +138,19 @@ class Served(Protocol):
 
         text: function that returns the request's base ids so far. prediction: as in `Submission`.
         """
-        ...
+        return None
 
     def free(self, cache: Any) -> None:
         """Frees a cache that neither a request nor a session uses any more."""
-        ...
 
     def clear_draft_cache(self) -> None:
         """Empties the draft model's cache, which holds the text of a request."""
-        ...
 
     def free_unused_memory(self) -> None:
         """Returns cached memory that is not in use to the device."""
-        ...
 
     def settle(self) -> None:
         """Saves what only the engine's thread can save, such as pass costs. Called before the thread ends."""
-        ...
 
 
 class ServedByEngine(Served, Protocol):

@@ -13,7 +13,6 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.packs.pack import Pack
 
 LOGITS = 1 << 25  # maximum number of logits per model call: 128 MB in float32
-Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # indices in a row and, for each, an id that cannot follow there
 
 
 @dataclass(frozen=True)

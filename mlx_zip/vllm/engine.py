@@ -21,7 +21,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, cast
 
-import numpy as np
 from pydantic import ValidationError
 from vllm import EngineArgs, LLMEngine, SamplingParams
 from vllm.exceptions import VLLMError
@@ -33,6 +32,7 @@ from mlx_zip.cuda.network.checkpoint import folder_fingerprint
 from mlx_zip.device import peak_rss_bytes
 from mlx_zip.engine.interface import Deliver, SessionInfo, Submission
 from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.engine.parts import ServedByEngine
 from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scheduler import Scheduler
@@ -237,17 +237,13 @@ def _replaced_by(made: Zip2ZipConfig, _found: Any) -> Zip2ZipConfig:
     return made
 
 
-class VllmServed:
+class VllmServed(ServedByEngine):
     """A model that vLLM has loaded. In this process, a request has a codebook only.
 
-    The methods are those of `mlx_zip.engine.parts.Served`. made: the model's config, None for a plain model. pack: the
-    pack of requests that name none, None for the model's own. tied: whether the head is the embedding. fingerprint: of
-    the weights. broken_id: see `Zip2ZipConfig`, None for a plain model.
+    made: the model's config, None for a plain model. pack: the pack of requests that name none, None for the model's
+    own. tied: whether the head is the embedding. fingerprint: of the weights. broken_id: see `Zip2ZipConfig`, None for
+    a plain model.
     """
-
-    machines: Any = None
-    long_context: int | None = None
-    batches, weight_bytes = False, 0
 
     def __init__(
         self,
@@ -268,8 +264,9 @@ class VllmServed:
         self.context = min(ids, model.hf_config.max_position_embeddings) if self.by_base else ids
         values = 2 * model.hf_config.num_hidden_layers * model.get_total_num_kv_heads() * model.get_head_size()
         self.kv_bytes_per_id = values * model.dtype.itemsize
-        self.params = None if config is None else config.codec_params
-        if self.params is not None and pack is not None:
+        # without hypertokens the codec has no slots, and a codebook only logs base ids
+        self.params = CodecParams(self.vocab_size, 0, 1) if config is None else config.codec_params
+        if pack is not None:
             pack.check_made_for(tokenizer)
             self.params = self.params.with_start(pack)
         self.facts = ModelFacts(
@@ -277,7 +274,7 @@ class VllmServed:
             width=model.hf_config.vocab_size - self.hyper,  # without `broken_id`, the last id
             context=self.context,
             by_base=self.by_base,
-            params=self.params,
+            params=self.params if self.hyper else None,
             model=fingerprint,
             tokenizer=tokenizer_fingerprint(tokenizer),
             kv_bytes_per_id=self.kv_bytes_per_id,
@@ -290,11 +287,11 @@ class VllmServed:
 
     def new_cache(self, start: Any) -> IdLog:
         """Returns the cache of a new request, which begins with the pack `start`, None for the model's own pack."""
-        return IdLog(self.params, start)
+        return IdLog(self.params.with_start(start))
 
-    def state_of(self, cache: IdLog) -> IdLog | None:
-        """Returns `cache`, which holds the codebook; None for a plain model."""
-        return cache if cache.books else None
+    def state_of(self, cache: IdLog) -> IdLog:
+        """Returns `cache`, which holds the codebook."""
+        return cache
 
     def make_request_sampler(self, options: Sampling, state: Any) -> NoDraws:
         """Returns a placeholder for a sampler: vLLM chooses the ids."""
@@ -304,31 +301,16 @@ class VllmServed:
         """Returns an empty list: requests with penalties are refused."""
         return []
 
-    def make_drafter(self, text: Any, prediction: Any) -> None:
-        """Returns None: this engine makes no drafts."""
-
-    def free(self, cache: Any) -> None:
-        """Does nothing: a cache has no device memory here."""
-
-    def settle(self) -> None:
-        """Does nothing: no text is kept here, and vLLM allocates its memory when it loads the model."""
-
-    clear_draft_cache = free_unused_memory = settle
-
     def submit(self, request: Request) -> Running:
         """Submits a request to vLLM. Raises `GenerationError` if vLLM refuses the request."""
         book, name = request.book, str(next(self._names))
-        before = request.held_base_ids() if book is None else book.ids.tolist()
-        prompt: dict[str, Any] = {"prompt_token_ids": [*before, *request.prompt_ids.tolist()]}
+        prompt: dict[str, Any] = {"prompt_token_ids": [*book.ids.tolist(), *request.prompt_ids.tolist()]}
         if request.checked.pack_key:
             prompt["cache_salt"] = request.checked.pack_key
         most = -1 if request.max_steps == math.inf else int(request.max_steps)
         with _refusals():
             self.llm.add_request(name, prompt, sampling_params(request, self.broken_id, most, self.pack))
-        if book is None:
-            request.note_read_ids(request.prompt_ids)
-        else:
-            book.push(request.prompt_ids)
+        book.push(request.prompt_ids)
         return Running(request, name)
 
 
@@ -341,10 +323,11 @@ class NoDraws:
 
 
 class IdLog:
-    """A request's cache in this process: a codebook that logs the ids vLLM has read; none for a plain model."""
+    """A request's cache in this process: a codebook that logs the ids that vLLM has read."""
 
-    def __init__(self, params: CodecParams | None, start: Pack | None) -> None:
-        self.books = [] if params is None else [Codebook(params.with_start(start))]
+    def __init__(self, params: CodecParams) -> None:
+        self.book = Codebook(params)
+        self.books = [self.book]
 
 
 class IdCaches:
@@ -354,16 +337,13 @@ class IdCaches:
 
     def __init__(self, served: VllmServed) -> None:
         self._served = served
-        self.merge_size = 1 if served.params is None else served.params.merge_size
+        self.merge_size = served.params.merge_size
 
     def held_ids(self, cache: IdLog, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
-        if not cache.books:
-            held = np.array(base_ids or (), np.uint32)
-            return held, np.arange(1, len(held) + 1, dtype=np.uint32)
-        return ids_in_book(cache.books[0])
+        return ids_in_book(cache.book)
 
     def prepare_to_keep(self, cache: IdLog) -> Ids:
-        return cache.books[0].ids if cache.books else np.zeros(0, np.uint32)
+        return cache.book.ids
 
     def measure(self, kept: Ids) -> tuple[int, bool]:
         return kept.nbytes, True
@@ -373,8 +353,7 @@ class IdCaches:
 
     def cache_for_request(self, session: Session, ids: int, move: bool, start: Any) -> IdLog:
         log = self._served.new_cache(start)
-        if log.books:
-            log.books[0].push(session.cache[:ids])
+        log.book.push(session.cache[:ids])
         return log
 
 
@@ -425,8 +404,8 @@ class VllmScheduler(Scheduler):
         """Takes the ids that vLLM has chosen for a request, in their order, and ends the request after its last id."""
         request, made, running.done = running.request, output.outputs[0], output.finished
         if not request.steps:
-            ids, book = output.num_cached_tokens or 0, request.book  # ids found in vLLM's prefix cache
-            request.cached_tokens = ids if book is None else int(book.logged_base_ids(0, ids)[1].sum())
+            ids = output.num_cached_tokens or 0  # found in vLLM's prefix cache
+            request.cached_tokens = int(request.book.logged_base_ids(0, ids)[1].sum())
         for at, chosen in enumerate(made.token_ids):
             found = made.logprobs[at] if made.logprobs else {}
             self._fail_if_it_raises([request], partial(self._take_id, request, _chosen(request, chosen, found)))
@@ -444,10 +423,7 @@ class VllmScheduler(Scheduler):
             raise EngineError("a worker of vLLM could not read the request's ids or its pack; vLLM's log says why")
         request.count_chosen(chosen)
         if request.reason is None:
-            if request.book is None:
-                request.note_read_ids([chosen.id])
-            else:
-                request.book.push(chosen.id)
+            request.book.push(chosen.id)
         request.send_emitted()
 
     def _end_running(self, running: Running) -> None:

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.hyper_rows import ENTRIES_PER_PASS, entry_keys
-from mlx_zip.cuda.sampling import values_of_excluded_ids
+from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.cuda.transfers import ids_to_device, to_device
 from mlx_zip.engine.sampling.exclusions import CanonicalIds
 from mlx_zip.errors import CodecError, MlxZipError
@@ -340,8 +340,7 @@ class Zip2ZipState(DefaultModelState):
         if most:
             slots, first = self.slots[batch.idx_mapping, :most], self.layout.vocab_size
             logits[:, first : first + most] = self._row_logits(slots).masked_fill_(slots == 0, -torch.inf)
-        if any(excluded):
-            logits.scatter_(1, *values_of_excluded_ids(logits, logits.float().logsumexp(1), excluded, self._broken_id))
+        exclude_ids(logits, excluded, self._broken_id)
         for row, end in broken:
             logits[row] = -torch.inf
             logits[row, end] = 0.0

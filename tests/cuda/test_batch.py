@@ -394,7 +394,7 @@ def test_an_id_that_cannot_be_read_again_fails_its_own_sequence(model, monkeypat
     failed = batch.update_codebooks(batch.wait_for_ids())
     assert {row: str(error) for row, error in failed.items()}[1] == "out of memory"
     assert batch.book(1).ids.tolist() == [7, 8, 9, 5]
-    assert not batch._sequences[1].can_choose
+    assert not batch.sequences[1].can_choose
 
 
 # ---- LongRoPE

@@ -111,7 +111,7 @@ def test_a_head_reads_installed_rows_only():
     x, base = torch.ones(1, 8), torch.ones(100, 8)
     with counting_launches() as found:
         joint_head(x, base, rows, installed, 90, impl="reference")
-    assert (found.count, found.bytes) == (2, F4 * (8 + 90 * 8 + 3 * 8) + 50 + 8 + 4)
+    assert (found.count, found.bytes) == (2, F4 * (8 + 90 * 8 + 3 * 8) + 50 + 8)
 
 
 def pack(rows, width, bits=8, group=32):

@@ -211,10 +211,10 @@ def test_a_packed_shape_reads_its_weights_as_they_are_packed(bits, least):
 
 def test_rows_without_excluded_ids_keep_their_logits():
     logits = torch.randn(2, 5)
-    assert exclude_ids(logits, logits.logsumexp(1), [[], []], 0) is logits
+    assert exclude_ids(logits, [[], []], 0) is logits
 
 
 def test_a_sequence_that_lacks_no_row_has_none_to_make(folder):
     begin = open_model(folder, "cpu").default_start
-    parts = SequenceState(begin, Codebook(begin.params)).missing_entries()
+    parts = SequenceState(0, begin, Codebook(begin.params)).missing_entries()
     assert [part.shape for part in parts] == [(0,), (0, 4), (0,)]

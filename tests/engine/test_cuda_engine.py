@@ -301,7 +301,7 @@ def test_rows_are_given_back_however_requests_end():
             assert isinstance(watch.wait().end, Finished)
             assert other.wait().end.reason == "length"
         made.sessions()
-        assert len(made._scheduler.served.row_handles.batch) == 0
+        assert len(made._scheduler.served.batch) == 0
 
 
 def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch):

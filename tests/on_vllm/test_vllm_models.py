@@ -11,6 +11,9 @@ import pytest
 pytest.importorskip("mlx.core")
 pytest.importorskip("vllm")
 
+import mlx.core as mx
+from mlx_lm.models import llama
+
 from mlx_zip import load, stream_generate
 from mlx_zip.converters import convert
 from mlx_zip.converters.export import export
@@ -21,7 +24,7 @@ from mlx_zip.vllm.model import Zip2ZipForCausalLM
 from support import tiny
 from support.on_vllm import answer_all, open_on_vllm
 from support.serving import ENDLESS
-from support.torch_folders import save
+from support.torch_folders import save, save_weights
 
 SMALL = {"initial_vocab_size": tiny.VOCAB, "max_codebook_size": 6, "max_subtokens": 4, "disabled_ids": [0, 1, 2]}
 # no averaging encoder: an entry of one repeated id has that id's row there, and which of two equal logits wins is open
@@ -34,8 +37,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def made(case: str) -> Any:
-    """Returns a random model of a case, whose heads are as wide as vLLM's attention on a CPU wants them."""
+def made_config(case: str) -> dict[str, Any]:
+    """Returns the config of a case, whose heads are as wide as vLLM's attention on a CPU wants them."""
     family, changes = CASES[case]
     changes = dict(changes)
     config = tiny.tiny_config(family, changes.pop("encoder"), hidden=256, **changes)
@@ -44,12 +47,12 @@ def made(case: str) -> Any:
         del config["rope_scaling"]
     else:
         config["head_dim"] = 64
-    return tiny.random_model(config, 0, 0.1)
+    return config
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_chooses_the_ids_that_it_chooses_on_mlx(case, tmp_path, monkeypatch):
-    model = made(case)
+    model = tiny.random_model(made_config(case), 0, 0.1)
     monkeypatch.setattr("mlx_zip.vllm.engine.load_tokenizer", lambda *given, **options: ENDLESS)
     prompts = [tiny.base_ids(length, seed) for seed, length in enumerate((3, 20, 45))]
     expected = [list(stream_generate(model, ENDLESS, prompt, 10)) for prompt in prompts]
@@ -60,6 +63,24 @@ def test_a_model_chooses_the_ids_that_it_chooses_on_mlx(case, tmp_path, monkeypa
             likely = [float(one.logprobs[one.token]) for one in responses]
             np.testing.assert_allclose([event.logprob for event in watch.emitted], likely, atol=1e-3)
         assert any(one >= tiny.VOCAB for watch in watches for one in watch.ids)
+
+
+def test_a_plain_model_answers_as_on_mlx_and_its_chat_goes_on(tmp_path, monkeypatch):
+    config = {**made_config("llama, one encoder"), "model_type": "llama", "vocab_size": 40}
+    del config["zip2zip"]
+    mx.random.seed(0)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    monkeypatch.setattr("mlx_zip.vllm.engine.load_tokenizer", lambda *given, **options: ENDLESS)
+    prompt = [one % 40 for one in tiny.base_ids(20)]
+    expected = [one.token for one in stream_generate(model, ENDLESS, prompt, 10)]
+    with open_on_vllm(save_weights(model, tmp_path / "m", config), 4) as engine:
+        [first] = answer_all(engine, [Submission(prompt, 10)])
+        assert (first.ids, first.base_ids) == (expected, expected)
+        [second] = answer_all(engine, [Submission([*prompt, *expected, 7], 5)])
+        assert second.events[0].cached_tokens == len(prompt) + len(expected) - 1
+        assert len(second.ids) == 5
+        [session] = engine.sessions()
+        assert (session.base_tokens, session.ids) == (35, 35)
 
 
 def test_an_exported_checkpoint_is_read_as_it_is(tmp_path):

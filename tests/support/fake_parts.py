@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_zip.engine import Progress
 from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.parts import Group, ServedByEngine
 from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.engine.threaded import ThreadedEngine
@@ -16,7 +17,7 @@ VOCAB = 1000
 Notes = list[tuple[Any, ...]]  # ("read", request, ids) and ("step", request, ...); a request is named by its first id
 
 
-class FakeServed:
+class FakeServed(ServedByEngine):
     """A plain model whose requests run in groups of one, or of those whose prompts were read in one call.
 
     notes: what was read and stepped, in order. key: what readings have in common that can be read in one call.
@@ -24,8 +25,8 @@ class FakeServed:
 
     key: object = None
 
-    hyper, batches, machines, context, by_base, canonical, long_context = False, False, None, None, False, False, None
-    vocab_size, kv_bytes_per_id, weight_bytes = VOCAB, 1, 0
+    hyper, context, by_base, canonical = False, None, False, False
+    vocab_size, kv_bytes_per_id = VOCAB, 1
     facts = ModelFacts(VOCAB, None, None, False, None, "", "", 1)
 
     def __init__(self, chunk: int = 10) -> None:
@@ -45,18 +46,6 @@ class FakeServed:
 
     def make_penalties(self, options: Any, state: Any) -> list[Any]:
         return []
-
-    def make_drafter(self, text: Any, prediction: Any) -> None:
-        return None
-
-    def clear_draft_cache(self) -> None:
-        return
-
-    def free_unused_memory(self) -> None:
-        return
-
-    def settle(self) -> None:
-        return
 
 
 class FakeReading:
@@ -83,7 +72,7 @@ class FakeReading:
         return count, None if self.left else FakeGroup(self.served, [self.request])
 
 
-class FakeGroup:
+class FakeGroup(Group):
     """A request that takes steps."""
 
     def __init__(self, served: FakeServed, requests: list[Request]) -> None:
@@ -113,18 +102,6 @@ class FakeGroup:
             request.note_read_ids([1])
 
     def finish_choosing(self) -> None:
-        return
-
-    def merge_key(self) -> None:
-        return None
-
-    def rows_switching_factors(self) -> list[int]:
-        return []
-
-    def split_off_rows(self, rows: Sequence[int]) -> list[Any]:
-        return []
-
-    def merge_groups(self, others: Sequence[Any]) -> None:
         return
 
     def drop_requests(self) -> None:

@@ -105,7 +105,7 @@ def read(kind, cache, base_ids):
     On PyTorch it returns the best id.
     """
     if is_torch(kind):
-        return _torch().read(cache, base_ids, _torch().row_handles(model(kind)).batch)
+        return _torch().read(cache, base_ids, _torch().batch_of(model(kind)))
     state = find_zip_state(cache)
     ids = np.asarray(base_ids, np.uint32) if state is None else compress_next(state.books[0], np.asarray(base_ids))
     return model(kind)(mx.array(ids.astype(np.int32))[None], cache=cache)[0, -1]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import compress_next
-from mlx_zip.cuda.batch import Batch, RowHandles
+from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.model import open_model
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
@@ -18,22 +18,15 @@ MOST, CAPACITY = 16, 400
 _FOLDERS = tempfile.TemporaryDirectory()
 
 
-class Rolling(RowHandles):
-    """Seats of which the oldest is given up when a new one is taken and none is free."""
+class Rolling(Batch):
+    """A batch whose oldest sequence is removed when a new one is added and no row is free."""
 
-    def add(self, start):
-        self._free()
-        return super().add(start)
-
-    def restore(self, snapshot, ids):
-        self._free()
-        return super().restore(snapshot, ids)
-
-    def _free(self):
-        self._old = [row_handle for row_handle in getattr(self, "_old", []) if row_handle in self._row_handles]
-        self._old += [row_handle for row_handle in self._row_handles if row_handle not in self._old]
-        if len(self.batch) == self.batch.max_sequences:
+    def _add_sequence(self, begin):
+        self._old = [sequence for sequence in getattr(self, "_old", []) if sequence.row >= 0]
+        self._old += [sequence for sequence in self.sequences if sequence not in self._old]
+        if len(self) == self.max_sequences:
             self.release(self._old[0])
+        return super()._add_sequence(begin)
 
 
 def model(made, name, config=None, dtype="float32"):
@@ -44,46 +37,47 @@ def model(made, name, config=None, dtype="float32"):
 
 
 @cache
-def row_handles(model):
-    return Rolling(Batch(model, MOST, CAPACITY))
+def batch_of(model):
+    return Rolling(model, MOST, CAPACITY)
 
 
 def store(model, tokenizer, **options):
-    return SessionStore(CudaCaches(model, tokenizer, row_handles(model)), SessionOptions(**options))
+    return SessionStore(CudaCaches(model, tokenizer, batch_of(model)), SessionOptions(**options))
 
 
 def new_cache(model, start=None):
-    return row_handles(model).add(start)
+    batch = batch_of(model)
+    return batch.sequences[batch.add(start)]
 
 
-def read(row_handle, base_ids, batch):
+def read(sequence, base_ids, batch):
     """Has a row read base ids as a request does, after what it holds; returns the best next id."""
-    return _step(row_handle, compress_next(row_handle.book, np.asarray(base_ids)), batch)
+    return _step(sequence, compress_next(sequence.book, np.asarray(base_ids)), batch)
 
 
-def _step(row_handle, ids, batch):
-    batch.read(row_handle.row, ids)
-    row = slice(row_handle.row, row_handle.row + 1)
-    output = batch._sequences[row_handle.row].output
+def _step(sequence, ids, batch):
+    batch.read(sequence.row, ids)
+    row = slice(sequence.row, sequence.row + 1)
+    output = sequence.output
     return int(batch.model.head(output[None], batch.tables.outputs[row], batch.tables.installed[row]).best)
 
 
-def greedy(model, row_handle, base_ids, steps):
+def greedy(model, sequence, base_ids, steps):
     """Reads base ids and returns the greedy ids after them, and the base ids that they stand for; all are read."""
-    batch, out, base = row_handles(model).batch, [], []
-    best = read(row_handle, base_ids, batch)
+    batch, out, base = batch_of(model), [], []
+    best = read(sequence, base_ids, batch)
     for _ in range(steps):
         out.append(best)
-        base += list(row_handle.book.base_ids_of(best))
-        best = _step(row_handle, [best], batch)
+        base += list(sequence.book.base_ids_of(best))
+        best = _step(sequence, [best], batch)
     return out, base
 
 
 def read_at_once(model, held, prompt, steps):
     """The greedy ids after a prompt whose beginning was read as the ids `held`, by a new row in one call."""
-    row_handle = new_cache(model)
-    _step(row_handle, np.asarray(held, np.uint32), row_handles(model).batch)
-    return greedy(model, row_handle, prompt[row_handle.book.base_length :], steps)[0]
+    sequence = new_cache(model)
+    _step(sequence, np.asarray(held, np.uint32), batch_of(model))
+    return greedy(model, sequence, prompt[sequence.book.base_length :], steps)[0]
 
 
 def random_state():

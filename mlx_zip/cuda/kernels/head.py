@@ -1,4 +1,4 @@
-"""Joint head: base matrix and installed hyper rows in one pass, with the best ids and the log-sum-exp of all logits."""
+"""Joint head: base matrix and installed hyper rows in one pass, with the best ids."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from mlx_zip.cuda.kernels.packed import Matrix, check_matrix, to_dense_matrix
 
 
 class HeadOutput(NamedTuple):
-    """A head's output: best ids [B] int64, log-sum-exps lse [B] float32, logits [B, W] float32.
-
-    logits is None if not asked for; in that case lse may be None too.
-    """
+    """A head's output: best ids [B] int64, and logits [B, W] float32, None if not asked for."""
 
     best: torch.Tensor
-    lse: torch.Tensor | None
     logits: torch.Tensor | None
 
 
@@ -30,7 +26,7 @@ def joint_head(
     logits: bool = False,
     impl: str | None = None,
 ) -> HeadOutput:
-    """Returns the best id, the log-sum-exp and, if `logits` is True, the logits of each row of x.
+    """Returns the best id and, if `logits` is True, the logits of each row of x.
 
     x [B, D]; base [R, D] or `Packed`; rows [B, C, D]; installed [B, C] bool; boundary: V, 1 to R. Logits have W = R + C
     columns, [base 0..V-1 | hyper | tail]. The columns of slots that are not installed and the R - V tail columns are
@@ -66,4 +62,4 @@ def reference_joint_head(
     tail = exact.new_full((x.shape[0], matrix.shape[0] - boundary), -torch.inf)
     # `where` also hides NaN in rows that are not installed
     every = torch.cat([low, torch.where(installed, high, -torch.inf), tail], dim=1)
-    return HeadOutput(every.argmax(1), torch.logsumexp(every, 1), every if logits else None)
+    return HeadOutput(every.argmax(1), every if logits else None)

@@ -148,7 +148,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch
 def joint_head_on_cpu(
     h: torch.Tensor, scores: Linear, rows: torch.Tensor, installed: torch.Tensor, boundary: int, logits: bool
 ) -> HeadOutput:
-    """Returns what `joint_head` returns, with weights prepared for a CPU; log-sum-exps only if `logits` is True.
+    """Returns what `joint_head` returns, with weights prepared for a CPU.
 
     scores: the product with the head's matrix. Only the rows up to the last installed row are read.
     """
@@ -158,7 +158,7 @@ def joint_head_on_cpu(
     if not installed[:, :end].all():
         high.masked_fill_(~installed[:, :end], -torch.inf)  # also hides NaN in rows that are not installed
     if not logits:
-        return HeadOutput(torch.cat([low[:, :boundary], high], 1).argmax(1), None, None)
+        return HeadOutput(torch.cat([low[:, :boundary], high], 1).argmax(1), None)
     closed = rows.shape[1] - end + low.shape[1] - boundary  # columns of empty slots and of the tail
     every = torch.cat([low[:, :boundary], high, low.new_full((len(h), closed), -torch.inf)], 1)
-    return HeadOutput(every.argmax(1), every.logsumexp(1), every)
+    return HeadOutput(every.argmax(1), every)

@@ -147,8 +147,7 @@ def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Itera
 def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> list[Scored]:
     """Scores rows as one batch, in as many model calls as the memory requires. availability: see `score_rows`."""
     if scores_itself(model):
-        closed = [_excluded_ids(model, [row])[1:] for row in rows]
-        return [model.score_row(row, availability == "causal", at) for row, at in zip(rows, closed, strict=True)]
+        return [model.score_row(row, availability == "causal") for row in rows]
     arrays = [np.concatenate(part, axis=1) for part in zip(*_score_calls(model, rows, availability), strict=True)]
     # position t scores id t + 1, so a row of n ids has n - 1 scores
     return [Scored(*(array[b, : len(row.ids) - 1] for array in arrays)) for b, row in enumerate(rows)]

@@ -101,7 +101,7 @@ def per_weight(kernel: Any) -> str:
     """
     names = kernel.src.fn.arg_names
     sizes = {names[at[0]]: value for at, value in kernel.src.constants.items()}
-    if kernel.name != "_matvec_kernel_for_one_vector":
+    if kernel.name != "_matvec_kernel" or sizes["VECTORS"] > 1:
         return "-"
     code = instructions(kernel.asm["cubin"])
     jumps = [(int(found[1], 16), at) for at, text in code if (found := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text))]
@@ -121,7 +121,9 @@ def instructions(binary: bytes) -> list[tuple[int, str]]:
 
 def check_small_floats(kernel: Any) -> None:
     """Ends the program if products of packed weights treat very small floats, such as unmoved levels, as 0."""
-    if kernel.name.endswith("_for_one_vector") and (found := re.search(r"\b(mul|fma)\S*\.ftz\S*", kernel.asm["ptx"])):
+    names, values = kernel.src.fn.arg_names, kernel.src.constants.items()
+    one = any((names[at[0]], value) in (("VECTORS", 1), ("ROWS", 1)) for at, value in values)
+    if one and (found := re.search(r"\b(mul|fma)\S*\.ftz\S*", kernel.asm["ptx"])):
         raise SystemExit(f"{kernel.name} has {found.group()}, which treats very small floats as 0")
 
 

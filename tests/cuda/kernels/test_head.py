@@ -30,7 +30,6 @@ def compare(x, base, rows, installed, boundary, exact_base):
     for logits in (True, False):
         got: Any = joint_head(x, base, rows, installed, boundary, logits=logits, impl="triton")
         assert torch.equal(got.best, wanted.best)
-        torch.testing.assert_close(got.lse.double(), wanted.lse, **SUMS)
         if logits:
             torch.testing.assert_close(got.logits.double(), wanted.logits, **SUMS)
         else:

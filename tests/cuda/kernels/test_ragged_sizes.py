@@ -102,7 +102,6 @@ def test_heads_of_any_matrix_and_any_number_of_slots(guard, matrix, draw):
     for logits in (False, True):
         got = joint_head(x, base, rows, installed, boundary, logits, impl="triton")
         assert torch.equal(got.best, wanted.best)
-        near(got.lse, wanted.lse, dtype)
         if logits:
             near(got.logits, wanted.logits, dtype)
 
@@ -196,7 +195,7 @@ def test_empty_inputs_give_empty_results():
         assert decode_attention(torch.ones(0, 2, 4), cache, cache, none, impl=impl).shape == (0, 2, 4)
         assert matvec(torch.ones(0, 4), torch.ones(3, 4), impl=impl).shape == (0, 3)
         head = joint_head(torch.ones(0, 4), torch.ones(3, 4), no_rows[:0], flags, 3, logits=True, impl=impl)
-        assert [tuple(part.shape) for part in head] == [(0,), (0,), (0, 3)]
+        assert [tuple(part.shape) for part in head] == [(0,), (0, 3)]
         out = rope_and_cache(
             torch.ones(0, 1, 12), ids[:, :1], ids[:, :1], Rotation(torch.ones(1, 2)), cache, cache, impl
         )

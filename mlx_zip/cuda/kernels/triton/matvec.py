@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from mlx_zip.cuda.kernels.packed import Matrix, kernel_arguments_of
-from mlx_zip.cuda.kernels.triton.products import dense_products, packed_products, products_with_many_vectors
+from mlx_zip.cuda.kernels.triton.products import MOST_VECTORS, products_with_many_vectors, products_with_one_vector
 from mlx_zip.cuda.kernels.triton.tuning import Sizes, TunedKernel, is_interpreted
 
 
@@ -56,7 +56,7 @@ def launch_matvec(
         kernel.launch(
             key, grid, x, factors, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
             BITS=bits, GROUP=group, NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None,
-            GATE=gate, UPCAST=is_interpreted(),
+            GATE=gate, UPCAST=is_interpreted(), VECTORS=MOST_VECTORS if batch > 1 else 1,
         )  # fmt: skip
     return out
 
@@ -98,41 +98,26 @@ def _store_products(
 
 
 @triton.jit
-def _matvec_kernel_for_one_vector(
+def _matvec_kernel(
     x, norm, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
     BITS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    GATE: tl.constexpr, UPCAST: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    GATE: tl.constexpr, UPCAST: tl.constexpr, VECTORS: tl.constexpr,
+    LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     lines = _rows_of_program(rows, GATE, LINES)
-    if BITS == 0:
-        value, squares = dense_products(x, norm, matrix, lines, width, NORM, LINES, COLUMNS, STAGES)
+    if VECTORS > 1:
+        value, squares = products_with_many_vectors(
+            x, norm, matrix, scales, biases, lines, batch, width, BITS, GROUP, NORM, LINES, COLUMNS, UPCAST, STAGES
+        )
     else:
-        value, squares = packed_products(
+        value, squares = products_with_one_vector(
             x, norm, matrix, scales, biases, lines, width, BITS, GROUP, NORM, LINES, COLUMNS, STAGES
         )
-    squares = tl.zeros((1,), tl.float32) + squares
     _store_products(
-        value[None, :], squares, lines, bias, residual, out, batch, rows, width, eps, NORM, BIAS, ADD, GATE, 1, LINES
-    )
-
-
-@triton.jit
-def _matvec_kernel_for_many_vectors(
-    x, norm, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
-    BITS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-    GATE: tl.constexpr, UPCAST: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    lines = _rows_of_program(rows, GATE, LINES)
-    value, squares = products_with_many_vectors(
-        x, norm, matrix, scales, biases, lines, batch, width, BITS, GROUP, NORM, LINES, COLUMNS, UPCAST, STAGES
-    )
-    _store_products(
-        value, squares, lines, bias, residual, out, batch, rows, width, eps, NORM, BIAS, ADD, GATE, 16, LINES
+        value, squares, lines, bias, residual, out, batch, rows, width, eps, NORM, BIAS, ADD, GATE, VECTORS, LINES
     )
 
 
 one_vector_dense, one_vector_packed, many_vectors = (
-    TunedKernel(_matvec_kernel_for_one_vector, DENSE),
-    TunedKernel(_matvec_kernel_for_one_vector, PACKED),
-    TunedKernel(_matvec_kernel_for_many_vectors, MANY),
+    TunedKernel(_matvec_kernel, sizes) for sizes in (DENSE, PACKED, MANY)
 )

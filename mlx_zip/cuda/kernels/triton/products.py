@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+MOST_VECTORS = 16  # of `products_with_many_vectors`
+
 
 @triton.jit
 def load_normed(x, norm, columns, inside, NORM: tl.constexpr):
@@ -101,6 +103,21 @@ def packed_products(
         shifted += bias * total
     whole = scaled * 38685626227668133590597632.0 + shifted  # 2**(149 - 64)
     return tl.sum(whole, axis=0), tl.sum(squares)
+
+
+@triton.jit
+def products_with_one_vector(
+    x, norm, matrix, scales, biases, lines, width, BITS: tl.constexpr, GROUP: tl.constexpr,
+    NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Returns products [1, LINES] and sums of squares [1] as `dense_products` does, for a dense or packed matrix."""
+    if BITS == 0:
+        value, squares = dense_products(x, norm, matrix, lines, width, NORM, LINES, COLUMNS, STAGES)
+    else:
+        value, squares = packed_products(
+            x, norm, matrix, scales, biases, lines, width, BITS, GROUP, NORM, LINES, COLUMNS, STAGES
+        )
+    return value[None, :], tl.zeros((1,), tl.float32) + squares
 
 
 @triton.jit
