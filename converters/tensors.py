@@ -53,7 +53,8 @@ def read_tensors(path: Path) -> Tensors:
             kinds = {name: file.get_slice(name).get_dtype() for name in names}
         if odd := [f"{name} {kind}" for name, kind in kinds.items() if kind in _REFUSED]:
             raise ConversionError(f"{path} has tensors of types that are not read: {list_some_names(odd)}")
-        return mx.load(str(path))
+        tensors: Any = mx.load(str(path))
+        return tensors
     except DataError as error:
         raise ConversionError(str(error)) from error
     except SafetensorError as error:

@@ -23,7 +23,7 @@ from mlx_zip.text.tokenizers import single_token_id
 
 MOST_SCHEMA_BYTES = 256 * 1024
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as chat templates write JSON
-_LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
+_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
 _MORE_PROPERTIES = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 _JOINED = frozenset({"anyOf", "oneOf", "$ref"})
 _FORMAT = "%json"

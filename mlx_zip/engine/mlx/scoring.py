@@ -44,8 +44,8 @@ def compress_row(model: Any, *parts: Uint32s, pack: Pack | None = None) -> Compr
     id.
     """
     limit = model.layout.vocab_size if has_hypertokens(model) else decoder_config(model).get("vocab_size")
-    for part in parts if limit is not None else ():
-        if len(part) and part.max() >= limit:
+    for part in parts:
+        if limit is not None and len(part) and part.max() >= limit:
             raise DataError(
                 f"the tokenizer makes id {part.max()}, the model has base ids 0 to {limit - 1}: "
                 "tokenizer and model do not belong together"

@@ -92,7 +92,7 @@ class FileContents:
 
 def write_session_file(path: Path, contents: FileContents) -> None:
     """Writes a session file atomically, with mode 0600. Raises `OSError`."""
-    blocks = [np.ascontiguousarray(one.data).reshape(-1).view(np.uint8) for one in contents.tensors.values()]
+    blocks: list[Any] = [np.ascontiguousarray(one.data).reshape(-1).view(np.uint8) for one in contents.tensors.values()]
     body = 0
     for block in blocks[INDEX_TENSORS:]:
         body = zlib.crc32(block, body)
