@@ -30,7 +30,7 @@ def test_a_saved_conversation_is_loaded_again_and_other_readers_read_it(tmp_path
     assert json.loads(file.read_text()) == {
         "messages": [message("system", "Be brief."), *program.conversation.messages],
     }
-    assert len(read_prompts(file)[0].content) == 5
+    assert len(read_prompts(file)[0]) == 5
     again, front = chatted(f"/load {file}", "third", engine=of_any_role())
     assert again.conversation.system == "Be brief."
     assert again.conversation.messages[:4] == program.conversation.messages

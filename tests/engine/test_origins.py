@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_zip.codec import Codebook, CodecParams, twin
+from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.engine import Counted, Emitted
 from mlx_zip.engine.request import Origins, make_entry_tracker
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.packs.pack import Pack
+from support import codec_twin as twin
 from support import tiny
 from support.serving import NEEDS_TORCH, ask, both, prompts, tiny_engine
 from support.slow_cases import slow_but

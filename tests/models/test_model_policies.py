@@ -10,11 +10,12 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_promp
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip import ZipState
-from mlx_zip.codec import Codebook, CodecParams, twin
+from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, DataError, ModelError
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.training.steps.batches import make_batch
+from support import codec_twin as twin
 from support import tiny
 from support.slow_cases import slow_but
 from support.steps import decode_steps

@@ -11,10 +11,11 @@ import pytest
 from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
 from mlx_zip import CodecError, DataError, GenerationError, ModelError, ZipState, cli
-from mlx_zip.codec import CodecParams, twin
+from mlx_zip.codec import CodecParams
 from mlx_zip.engine.mlx.generate import batch_generate, load, stream_batch
 from mlx_zip.models.layers import Positions
 from mlx_zip.packs.entries import write_entries
+from support import codec_twin as twin
 from support import tiny_text
 from support.generating import ENDLESS, plain_model
 from support.starting import MODEL, OTHER, START, TEXT, assert_close, codec, compressed, run

@@ -193,7 +193,7 @@ def test_rows_that_do_not_fit_the_adapter_are_refused_by_name(tmp_path):
         ({"output_rows": rows["output_rows"]}, "input_rows and output_rows"),
         ({**rows, "output_rows": rows["output_rows"][:-1]}, r"\[4, 16\]"),
         ({**rows, "more_rows": rows["output_rows"]}, "more_rows"),
-        ({**rows, "output_rows": rows["output_rows"].astype(mx.int32)}, "I32"),
+        ({**rows, "output_rows": rows["output_rows"].astype(mx.int32)}, "int32"),
         ({**rows, "output_rows": nan}, "not finite"),
     ):
         mx.save_safetensors(str(file), wrong)
