@@ -219,10 +219,9 @@ def _add_trained_rows(prepared: PreparedModel, place: ModelPlace, trust_remote_c
     wanted = ROWS[1:] if model.sides_are_one else ROWS
     table = read_tensors(file)
     if table.keys() != set(wanted) or any(one.shape != shape or one.dtype not in FLOATS for one in table.values()):
-        found = list_some_names([f"{name} {dtype_name(one.dtype)} {list(one.shape)}" for name, one in table.items()])
-        raise ConversionError(
-            f"{file} must hold {' and '.join(wanted)}, numbers of shape {list(shape)}; it holds {found}"
-        )
+        found = [f"{name} {dtype_name(one.dtype)} {list(one.shape)}" for name, one in sorted(table.items())]
+        expected = f"{' and '.join(wanted)}, numbers of shape {list(shape)}"
+        raise ConversionError(f"{file} must hold {expected}; it holds {list_some_names(found)}")
     rows = {name: np.array(one if one.dtype == mx.float16 else one.astype(mx.float32)) for name, one in table.items()}
     with errors_as(ConversionError, str(file), DataError):
         tuned = TunedRows(rows.get("input_rows", rows["output_rows"]), rows["output_rows"], model.fingerprint)

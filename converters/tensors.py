@@ -15,7 +15,7 @@ from mlx_zip.errors import ConversionError, DataError, errors_as, failure_reason
 from mlx_zip.files import check_regular_file, refuse_json_constant
 
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
-_REFUSED = ("F64", "F8_E5M2", "F4", "F6_E2M3", "F6_E3M2")  # types of tensors that MLX does not read
+_REFUSED = ("F64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")  # MLX reads none of them, or as bytes
 INDEX = "model.safetensors.index.json"
 
 Tensors = dict[str, mx.array]  # lazy arrays by name; an array's data are read when the array is first evaluated

@@ -98,6 +98,14 @@ def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{os.getpid()}{thread}")
 
 
+def open_private(path: Path, buffering: int = -1) -> Any:
+    """Opens a binary file to write, empty and readable by its owner only. Follows no link. Raises `OSError`."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    file = open(handle, "wb", buffering=buffering)  # noqa: SIM115  (the caller closes it)
+    os.fchmod(handle, 0o600)
+    return file
+
+
 def make_private(folder: Path) -> str | None:
     """Makes `folder`, readable by its owner only, and its parent folder, if they are missing.
 

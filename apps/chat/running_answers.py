@@ -12,7 +12,7 @@ from typing import Any
 from mlx_zip.apps.chat.database_file import StoreError
 from mlx_zip.apps.chat.store import Store, extend_message, new_id
 from mlx_zip.engine import Counted
-from mlx_zip.errors import EngineStoppedError
+from mlx_zip.errors import EngineStoppedError, MlxZipError
 from mlx_zip.server.answers.turn import (
     Delta,
     Done,
@@ -73,10 +73,10 @@ class RunningAnswers:
             await running.end("stopped", LEFT)
             raise
         except Exception as error:  # any error ends the answer, so that the store does not keep it as running
-            if not running.begun:
-                raise
             state, text = "cut" if isinstance(error, EngineStoppedError) else "failed", str(as_request_error(error))
             await running.end(state, text)
+            if not running.begun or not isinstance(error, MlxZipError):
+                raise
             yield {"type": "error", "message": text, "state": state}
             return
         finally:
@@ -152,10 +152,11 @@ class _RunningAnswer:
         if self._ended or not self.begun:
             return
         self._ended = True
-        if self._writer is not None:
-            self._writer.cancel()
+        failed = None if self._writer is None or self._writer.cancel() else self._writer  # it ends only with an error
         self._message |= {"state": state, "reason": self._reason if state == "whole" else reason}
         await asyncio.shield(self._run_in_store(self._store.finish, self.conversation, dict(self._message)))
+        if failed is not None:
+            failed.result()  # raises that error
 
     async def _run_in_store(self, work: Callable[..., Any], *args: Any) -> None:
         """Runs `work` in a thread when the previous job has ended; the job completes even if this task is cancelled.

@@ -181,7 +181,7 @@ def _score_columns(
     columns [n]: the column of the id that follows each position. column_ids [V + E]: the id of each column. top: number
     of likeliest ids to return per position.
     """
-    total, likely = logits.logsumexp(1), logits.topk(top)
+    total, likely = logits.logsumexp(1), (logits if top else logits[:, :0]).topk(top)  # topk(0) would search too
     chosen = logits.gather(1, ids_to_device(columns, logits.device)[:, None])[:, 0]
     mass = torch.exp(logits[:, vocab_size:].logsumexp(1) - total)
     return Scored(

@@ -1,6 +1,6 @@
 """Protocols through which the scheduler uses a loaded model. Each engine implements them.
 
-A member with a value or a body does what is right for an engine that lacks the feature; such an engine inherits it. A
+Members with a default value or a body are for optional features; an engine without the feature inherits the default. A
 cache is what one request owns: its KV cache and its codebook. Only implementations of these protocols look inside a
 cache.
 """

@@ -102,7 +102,7 @@ class Request(Ticket):
         self.prompt_ids: Any = np.zeros(0, np.uint32)
         self.next_ids: Any = self.prompt_ids
         self.cached_tokens = self.base_tokens = self.steps = self.hypertokens = 0
-        self.accepted = self.accepted_tokens = 0
+        self.passes = self.accepted = self.accepted_tokens = 0  # passes: steps whose id no draft proposed
         self._firsts = np.zeros(0, np.uint32)
         self.logprobs: Any = None
         self._read: list[int] = []  # ids that a plain model's cache holds
@@ -234,6 +234,7 @@ class Request(Ticket):
         self.first_s = self.first_s or time.perf_counter()
         self.steps += 1
         self.accepted += chosen.from_draft
+        self.passes += not chosen.from_draft
         self.accepted_tokens += len(base_ids) if chosen.from_draft else 0
         self.hypertokens += len(expansion) > 1
         self.base_tokens += len(base_ids)
@@ -323,7 +324,7 @@ class Request(Ticket):
         figures.hypertokens += self.hypertokens
         figures.proposed += 0 if drafter is None else drafter.proposed
         figures.accepted += self.accepted
-        figures.passes += self.steps - self.accepted
+        figures.passes += self.passes
 
     def counts(self) -> Counts:
         """Returns the request's figures so far."""

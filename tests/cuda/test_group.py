@@ -22,7 +22,7 @@ class NotedBatch(Batch):
         self.sequences, self.rows_locked = [], False
         self.kv: Any = SimpleNamespace(copy_row=lambda *rows: None, trim_row=lambda *row: None)
         self.tables: Any = self.kv
-        self._outputs = self._positions_used = torch.zeros(4)
+        self._outputs, self._positions_used = torch.arange(4.0), torch.arange(10, 14)
         self.calls: list[tuple[Any, ...]] = []
         self.errors: dict[int, Exception] = {}
 
@@ -87,6 +87,15 @@ def batch() -> Any:
 @pytest.fixture
 def group(batch):
     return CudaGroup(batch, 0)
+
+
+def test_a_sequence_that_moves_to_another_row_takes_its_output_and_position_along(batch):
+    for name in "abc":
+        batch.add(name)
+    batch.remove(0)
+    assert batch.rows == ["c", "b"]
+    assert batch._outputs[:2].tolist() == [2, 1]
+    assert batch._positions_used[:2].tolist() == [12, 11]
 
 
 def test_a_request_cancelled_before_its_first_id_leaves_at_once_with_its_whole_prompt(batch, group):

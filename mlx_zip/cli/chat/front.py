@@ -1,4 +1,4 @@
-"""`Front`, between a chat and its user: reads lines and needs no terminal. `TerminalFront` takes its place in one."""
+"""`Front`, between a chat and its user: reads lines and needs no terminal. In a terminal, `TerminalFront` is used."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Front:
         return None
 
     def show_model(self, model: str, info: EngineInfo) -> None:
-        """Shows which model answers; called once, before the first message. Here nothing: only answers are printed."""
+        """Shows which model answers; called once, before the first message. This front prints only answers."""
 
     def read_message(self) -> str | None:
         """Returns the next message, None at the end of the chat. Raises `GenerationError` for a line not in UTF-8."""
@@ -105,7 +105,7 @@ class Front:
         view.finish()
 
     def show_conversation(self, conversation: Conversation) -> None:
-        """Shows a conversation that was loaded. Here only its number of messages."""
+        """Shows a conversation that was loaded. This front prints its number of messages."""
         self.show_line(f"loaded {len(conversation.messages)} messages")
 
     def show_line(self, line: str) -> None:
@@ -113,7 +113,7 @@ class Front:
         print(replace_control_characters(line), file=sys.stderr, flush=True)
 
     def show_note(self, line: str) -> None:
-        """Shows a line of little importance. Here nothing."""
+        """Shows a line of little importance. This front does not print such lines."""
 
     def show_error(self, line: str) -> None:
         """Shows an error as one line on standard error."""

@@ -7,7 +7,8 @@ counts and penalties are in base tokens. For a plain model every id is one base 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -164,18 +165,19 @@ def stream_generate(
 
 
 def _stream_on_cache(
-    run: _Run, turn: CacheTurn, responses: Iterator[tuple[int, GenerationResponse]]
+    run: _Run, turn: CacheTurn, responses: Generator[tuple[int, GenerationResponse], None, None]
 ) -> Iterator[GenerationResponse]:
     """Yields the responses of one request. At the end records on the request's cache what the cache has read."""
     ids, pieces, reason = list[int](), list[tuple[str, Sequence[int]]](), None
     try:
-        for _, response in responses:
-            ids.append(response.token)
-            pieces.append((response.text, response.base_ids))
-            reason = response.finish_reason
-            yield response
-            if reason is None:
-                turn.check_cache_unchanged()
+        with closing(responses):  # an exception that is kept would otherwise keep the run's memory
+            for _, response in responses:
+                ids.append(response.token)
+                pieces.append((response.text, response.base_ids))
+                reason = response.finish_reason
+                yield response
+                if reason is None:
+                    turn.check_cache_unchanged()
     finally:
         turn.end([*run.requests[0].prompt_ids.tolist(), *ids] if ids else [], pieces, reason)
 

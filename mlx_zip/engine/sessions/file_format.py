@@ -27,7 +27,7 @@ import numpy as np
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.params import params_to_json
 from mlx_zip.config import ZipConfig
-from mlx_zip.files import atomic_file
+from mlx_zip.files import atomic_file, open_private
 
 INDEX_TENSORS = 2  # number of tensors in the index, which come first in a file: base ids, and the ends of ids
 FACT_PREFIX = "0."  # prefix of the facts' names in the metadata
@@ -102,12 +102,9 @@ def write_session_file(path: Path, contents: FileContents) -> None:
     for block in blocks[:INDEX_TENSORS]:
         checked = zlib.crc32(block, checked)
     head = _encode_header(contents, f"{checked:08x}", f"{body:08x}")
-    with atomic_file(path) as partial:
-        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(handle, "wb", buffering=0) as file:
-            os.fchmod(handle, 0o600)
-            for block in (sum_, head, *blocks):
-                _write_all(file, block)
+    with atomic_file(path) as partial, open_private(partial, buffering=0) as file:
+        for block in (sum_, head, *blocks):
+            _write_all(file, block)
 
 
 def _write_all(file: Any, block: Any) -> None:

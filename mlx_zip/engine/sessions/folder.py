@@ -55,7 +55,6 @@ class SessionFolder:
         self.is_usable = folder is not None and self._make_private_folder()
         if self.is_usable:
             self._mark_as_used()
-            self._writer.start()
 
     def read_index(self) -> list[Session]:
         """Returns the sessions in the folder, without their caches, the most recently written last."""
@@ -186,6 +185,8 @@ class SessionFolder:
             return
         self._jobs.append(_WriteJob(session, session.file, contents))
         self._inbox.put(self._jobs[-1])
+        if self._writer.ident is None:  # not yet started
+            self._writer.start()
 
     def _note_outcome(self, job: _WriteJob) -> bool:
         """Updates a session after its write. Returns whether the session is on disk; if not, logs the reason."""
@@ -296,7 +297,6 @@ class _WriteJob:
             file.stamp = file_stamp(file.path)
         except BaseException as error:  # is logged in the engine's thread
             self.error = error
-        self.is_over.set()
 
 
 def _write_jobs(inbox: queue.SimpleQueue[_WriteJob | None], hurry: threading.Event) -> None:
@@ -304,4 +304,6 @@ def _write_jobs(inbox: queue.SimpleQueue[_WriteJob | None], hurry: threading.Eve
     while (job := inbox.get()) is not None:
         hurry.wait(_DELAY_S)
         job.run()
-        del job  # the engine's thread frees its arrays
+        over = job.is_over
+        del job  # before the engine's thread learns of the end, so that this thread never frees the arrays
+        over.set()

@@ -175,7 +175,7 @@ class SessionCaches(Protocol):
         ...
 
     def file_contents(self, session: Session) -> FileContents:
-        """Returns the contents of a session's file, without facts that every session's file has.
+        """Returns the contents of a session's file, without the facts that `session_as_file` adds.
 
         The contents do not change when the session is continued.
         """

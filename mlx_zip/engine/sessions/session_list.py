@@ -7,12 +7,11 @@ comparisons. `AnswersByKey` has the noted answers of all sessions as one map.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Any
-
-import numpy as np
 
 from mlx_zip.codec.ids import common_prefix_length
 from mlx_zip.engine.interface import Differing
@@ -66,8 +65,8 @@ class SessionList:
 
     def find_equal(self, session: Session) -> Session | None:
         """Returns a session in the list that has the pack and the base ids of `session`, None if there is none."""
-        prefixes = self._index(session.pack_key).prefixes_of(session.base_ids)
-        return next((self._sessions[name] for name, ids in prefixes if len(ids) == len(session.base_ids)), None)
+        found = self._index(session.pack_key).beginning_with(session.base_ids)  # equal sequences come first
+        return next((self._sessions[name] for name, ids in islice(found, 1) if len(ids) == len(session.base_ids)), None)
 
     def find_longest_prefix(self, wanted: Ids, pack_key: str) -> tuple[Session, int] | None:
         """Returns the session that can be reused for the longest prefix of `wanted`, and how many of its ids fit.
@@ -113,47 +112,45 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._sequences: list[tuple[str, Ids]] = []
+        self._sequences: list[tuple[bytes, str, Ids]] = []  # (sort key, name, ids)
 
     def add(self, name: str, ids: Ids) -> None:
         """Adds a sequence, ids [n] uint32, which must not change. Several sequences may have the same ids."""
-        self._sequences.insert(self._place(ids), (name, ids))
+        key = _sort_key(ids)
+        self._sequences.insert(self._place(key), (key, name, ids))
 
     def remove(self, name: str, ids: Ids) -> None:
-        """Removes a sequence that was added with these ids."""
-        at = self._place(ids)
-        while self._sequences[at][0] != name:
-            at += 1
-        del self._sequences[at]
+        """Removes a sequence that was added with these ids. Raises `KeyError` if no such sequence was added."""
+        key = _sort_key(ids)
+        for at in range(self._place(key), len(self._sequences)):
+            if self._sequences[at][:2] == (key, name):
+                del self._sequences[at]
+                return
+        raise KeyError(name)
 
     def common_prefix_length(self, ids: Ids) -> int:
         """Returns the length of the longest common prefix of ids [n] uint32 and any sequence."""
-        at = self._place(ids)
+        at = self._place(_sort_key(ids))
         neighbours = self._sequences[max(0, at - 1) : at + 1]
-        return max((common_prefix_length(held, ids) for _, held in neighbours), default=0)
+        return max((common_prefix_length(held, ids) for _, _, held in neighbours), default=0)
 
     def beginning_with(self, ids: Ids) -> Iterator[tuple[str, Ids]]:
-        """Yields the name and the ids of each sequence that begins with ids [n] uint32."""
-        for at in range(self._place(ids), len(self._sequences)):
-            name, held = self._sequences[at]
-            if not np.array_equal(held[: len(ids)], ids):
+        """Yields the name and the ids of each sequence that begins with ids [n] uint32. Equal sequences come first."""
+        wanted = _sort_key(ids)
+        for key, name, held in islice(self._sequences, self._place(wanted), None):
+            if not key.startswith(wanted):
                 return
             yield name, held
 
     def prefixes_of(self, ids: Ids) -> Iterator[tuple[str, Ids]]:
         """Yields the name and the ids of each sequence with which ids [n] uint32 begin, the longest first."""
-        at = self._place(ids, bisect_right)
-        while at > 0:
-            name, held = self._sequences[at - 1]
-            if (common := common_prefix_length(held, ids)) == len(held):
+        whole = _sort_key(ids)
+        for key, name, held in reversed(self._sequences):
+            if whole.startswith(key):
                 yield name, held
-                at -= 1
-            else:  # all shorter prefixes are prefixes of what `held` and `ids` have in common
-                ids = ids[:common]
-                at = self._place(ids, bisect_right)
 
-    def _place(self, ids: Ids, bisect: Callable[..., int] = bisect_left) -> int:
-        return bisect(self._sequences, _sort_key(ids), key=lambda one: _sort_key(one[1]))
+    def _place(self, key: bytes) -> int:
+        return bisect_left(self._sequences, key, key=itemgetter(0))
 
 
 def _sort_key(ids: Ids) -> bytes:

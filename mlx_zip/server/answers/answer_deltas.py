@@ -212,7 +212,7 @@ class PlacedTokens:
     def add(
         self, characters: int, shown: ShownToken | None, logprob: TokenLogprob | None, is_text: bool = True
     ) -> None:
-        """Adds an emitted id. characters: length of the answer with this id. is_text: False for an eos alone."""
+        """Adds an emitted id. characters: length of the answer with this id. is_text: False for an eos id alone."""
         if not is_text:
             self.extend_last(characters)
         if shown is None and logprob is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import failure_reason
-from mlx_zip.files import atomic_file, make_private
+from mlx_zip.files import atomic_file, make_private, open_private
 from mlx_zip.server.errors import RequestError, json_bytes
 
 Json = Mapping[str, Any]
@@ -209,6 +209,5 @@ def _log_disk_errors(work: Callable[[], None]) -> None:
 
 
 def _write_private_file(path: Path, text: bytes) -> None:
-    with atomic_file(path) as partial:
-        partial.touch(mode=0o600)
-        partial.write_bytes(text)
+    with atomic_file(path) as partial, open_private(partial) as file:
+        file.write(text)

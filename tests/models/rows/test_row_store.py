@@ -273,8 +273,9 @@ def test_a_row_comes_back_byte_for_byte_from_memory_and_from_disk(dtype, width, 
         assert row.dtype == dtype
         assert mx.array_equal(fresh[i : i + 1], row)
     for name, words in ((which, np.array([1, 2], np.uint32)), (kind(2, width, dtype), ids[0, : lengths[0]])):
-        made = mx.ones((1, width), dtype)
+        made, encoded = mx.ones((1, width), dtype), store.encoded
         assert mx.array_equal(store.find_or_encode_row(name, words.tobytes(), lambda made=made: made), made)
+        assert store.encoded == encoded + 1
 
 
 def test_rows_come_in_the_order_asked_for_whatever_the_store_has(tmp_path):
