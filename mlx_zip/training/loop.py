@@ -57,7 +57,7 @@ def train_to_step(
     Reports every `steps_per_report` steps and at the end, validates every `steps_per_eval` steps and after step
     `iters`, and saves every `save_every` steps. On a Mac, MLX's memory is wired during training. MLX's cached memory is
     freed after every step. asked: returns the stop signal received, or None. quiet: show no progress; without a
-    terminal, only reports are shown. Returns whether a signal ended the run.
+    terminal, only reports are shown. Returns whether a signal ended the run before step `iters`.
     """
     last, stopping = settings.iters if until is None else min(until, settings.iters), False
     with (
@@ -80,7 +80,7 @@ def train_to_step(
             if step % settings.save_every == 0:
                 job.save_checkpoint()
         job.save_checkpoint()
-        return stopping
+        return stopping and job.progress.step < settings.iters
 
 
 class TrainingStopped(KeyboardInterrupt):

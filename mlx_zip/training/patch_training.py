@@ -192,8 +192,7 @@ def train_patch_model(
     job = _PatchTrainer(model, corpus, settings, run)
     if not quiet and sys.stderr is not None:
         print(*job.header_lines(), sep="\n", file=sys.stderr)
-    stopped = train_to_step(job, settings, asked, quiet, until)
-    if stopped and job.progress.step < settings.iters:
+    if train_to_step(job, settings, asked, quiet, until):
         raise TrainingStopped(job.progress, asked() or signal.SIGTERM)
     return job.progress
 

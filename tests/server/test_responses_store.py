@@ -141,7 +141,7 @@ def test_a_pipe_in_the_folder_of_responses_is_named_and_not_read(tmp_path, caplo
     ("items", "output"),
     [([1], []), ([], [1]), ([], {}), ([], [{"id": []}]), ([], [{"id": "a"}, {"id": "a"}]), ({}, [])],
 )
-def test_a_file_that_holds_no_response_is_named_and_not_used(tmp_path, caplog, items, output):
+def test_a_file_that_holds_no_list_of_items_is_named_and_not_used(tmp_path, caplog, items, output):
     name = new_prefixed_id("resp")
     value = {"response": {"id": name, "output": output}, "items": items}
     (tmp_path / f"{name}.json").write_bytes(json_bytes(value))
@@ -166,3 +166,12 @@ def test_a_file_that_is_too_large_is_named_with_its_limit_and_not_used(tmp_path,
     with caplog.at_level(logging.WARNING):
         assert len(ResponseStore(9, 1000, ResponseFiles(tmp_path))) == 0
     assert f"{name}.json is not used: it has more than 1,000 bytes" in caplog.text
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"1", b'{"response": 2}'])
+def test_a_file_of_other_json_is_said_to_hold_no_stored_response(tmp_path, caplog, text):
+    name = new_prefixed_id("resp")
+    (tmp_path / f"{name}.json").write_bytes(text)
+    with caplog.at_level(logging.WARNING):
+        assert len(ResponseStore(9, 10_000, ResponseFiles(tmp_path))) == 0
+    assert f"{name}.json is not used: it holds no stored response" in caplog.text

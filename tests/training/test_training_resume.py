@@ -22,7 +22,7 @@ import pytest
 from mlx_zip.training import trainer
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
+from mlx_zip.training.run_metrics import METRICS_FILE, MetricsLog, read_metrics
 from mlx_zip.training.steps.batches import order_batches, start_batch_workers
 from mlx_zip.training.steps.stepper import Stepper
 from support.crashing import crash_after
@@ -252,6 +252,19 @@ def test_a_signal_saves_the_last_step_and_the_run_goes_on_from_there(number, sta
     assert not (out / "model").exists()
     same_in_process(out)
     assert_same_run(out, uninterrupted)
+
+
+def test_a_signal_during_the_last_step_does_not_stop_the_run(tmp_path, monkeypatch):
+    def add(log, **values):
+        whole(log, **values)
+        if values["step"] == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    whole = MetricsLog.add
+    monkeypatch.setattr(MetricsLog, "add", add)
+    outcome = train(options(tmp_path / "run"), settings(iters=2), quiet=True)
+    assert (outcome.progress.step, outcome.stopped_by) == (2, None)
+    assert (tmp_path / "run" / "model").is_dir()
 
 
 @pytest.mark.slow

@@ -274,7 +274,7 @@ class _Run:
         facts: object,
         begin: Callable[[], None] = lambda: None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> Iterator[tuple[int, GenerationResponse]]:
+    ) -> Generator[tuple[int, GenerationResponse], None, None]:
         """Yields (index of the request, response) per emitted id until all texts end.
 
         answers: one per request. facts: data of the requests that must be equal on all machines. begin: called before

@@ -149,7 +149,8 @@ class ResponseFiles:
                 value = json.loads(text)
                 _check_stored_response(value, path.stem)
             except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-                log.warning("%s is not used: %s", path, error)
+                reason = "it holds no stored response" if isinstance(error, LookupError | TypeError) else error
+                log.warning("%s is not used: %s", path, reason)
                 continue
             yield text, value
 
