@@ -1,6 +1,6 @@
 # Needs Python >= 3.11 and a C compiler; everything else is fetched into .venv. Works with GNU make 3.81 and newer.
 #   make PYTHON=python3.12 demo     chooses the Python        make test PYTEST_ARGS="-k codec -x"     chooses the tests
-#   make test JOBS=1                runs the tests in one process instead of two
+#   make test JOBS=1                runs the tests in one process instead of three
 #   make test QUICK=                runs the slow ones too
 #   make lint PYRIGHT_ARGS=--warnings  fails on warnings too, for an environment with all optional libraries
 #   make drafts TRIALS=3            measures drafts with three timed runs of each way in place of five, but for stories
@@ -9,7 +9,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 PYRIGHT_ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 DATA ?=
 OUT ?= stories-model
 MODEL_ARGS ?= --install
@@ -36,7 +36,7 @@ PIP_INSTALL := CC="$(CC)" $(BIN)/python -m pip --disable-pip-version-check insta
 help:
 	@echo "make demo    convert a checkpoint, compare with the published package, tell a story"
 	@echo "make check   the fast part of the tests, under a minute: layout, lint, codec, golden cases"
-	@echo "make test    run the quick tests, in two processes, under six minutes"
+	@echo "make test    run the quick tests, in three processes, under six minutes"
 	@echo "make test-slow  run the slow ones, up to half an hour: trainings, several machines, browsers, kills, long cases"
 	@echo "make lint    ruff and pyright"
 	@echo "make docs    write the tables and pictures in the docs anew from the records"
