@@ -1,7 +1,7 @@
 """`SessionList`: the sessions of a store in the order of their last use, found by name or by the ids of a prompt.
 
-`PrefixIndex` keeps the base ids of many sessions in order, to find the sessions that begin as a prompt does with a few
-comparisons. `AnswersByKey` has the noted answers of all sessions as one map.
+`PrefixIndex` keeps the base ids of many sessions in order, to find the sessions that begin as a prompt does.
+`AnswersByKey` has the noted answers of all sessions as one map.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class PrefixIndex:
     def prefixes_of(self, ids: Ids) -> Iterator[tuple[str, Ids]]:
         """Yields the name and the ids of each sequence with which ids [n] uint32 begin, the longest first."""
         whole = _sort_key(ids)
-        for key, name, held in reversed(self._sequences):
+        for key, name, held in reversed(self._sequences):  # all of them: most differ in their first bytes
             if whole.startswith(key):
                 yield name, held
 
