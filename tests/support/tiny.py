@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import mlx.core as mx
@@ -65,7 +66,7 @@ def tiny_config(family: str = "llama", encoder: str = "transformer", **changes: 
         "vocab_size": ROWS,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": family.startswith("gemma"),
-        **FAMILIES[family],
+        **deepcopy(FAMILIES[family]),  # transformers writes into the objects of a config that it is given
         **heads,
         "zip2zip": {
             "base_model_type": family,
