@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Zip2ZipConfig(PretrainedConfig):
     def decoder_config(self) -> PretrainedConfig:
         """Returns the decoder's own config. Raises `ConfigError` if the decoder is not supported."""
         name = self.decoder_name
-        made = AutoConfig.for_model(self.section["base_model_type"], **self.decoder_keys)
+        made = AutoConfig.for_model(self.section["base_model_type"], **deepcopy(self.decoder_keys))
         made.architectures = [name]
         return made
 

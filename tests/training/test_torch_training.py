@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,13 +47,14 @@ def twins(model: Any, config: dict[str, Any], **changes: Any) -> tuple[Any, Any]
         mx.random.seed(7)  # of the LoRA layers
         freeze_and_add_lora(one, chosen)
         trainees.append(Trainee(one, weights))
-    steppers = []
+    steppers, before = [], deepcopy(config)
     for trainee, make in zip(trainees, (Stepper, choose_stepper("torch", config)), strict=True):
         mx.random.seed(8)
         trainee.update(Trainee(trainee.model, weights).parameters())
         optimizer = make_optimizer(chosen)
         optimizer.init(trainee.trainable_parameters())
         steppers.append(make(trainee, optimizer, chosen, mx.distributed.init()))
+    assert config == before  # transformers writes into the objects of a config
     heads = dict(tree_flatten(trainees[0].parameters()))
     assert all(mx.array_equal(heads[name], value) for name, value in tree_flatten(trainees[1].parameters()))
     return steppers[0], steppers[1]

@@ -7,6 +7,7 @@ write the same checkpoints.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import mlx.core as mx
@@ -223,7 +224,7 @@ def _make_transformers_decoder(config: Mapping[str, Any], eager: bool) -> Any:
     """
     from transformers import AutoConfig, AutoModel
 
-    known = {key: value for key, value in config.items() if key not in KEYS_NOT_OF_DECODER}
+    known = deepcopy({key: value for key, value in config.items() if key not in KEYS_NOT_OF_DECODER})  # it is changed
     known["pad_token_id"] = None  # a pad id would only zero a row of the embedding
     if config["model_type"] == MODEL_TYPE:
         known["model_type"] = config["zip2zip"]["base_model_type"]
