@@ -86,7 +86,7 @@ def convert(
         quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize, q_half
     )
     place = source.locate_model(hf_path, revision)
-    if base is not None:
+    if base is not None and not lora_only:
         source.check_needs_base(place)
     if place.folder.is_file():
         given = {
@@ -104,7 +104,7 @@ def convert(
             )
         convert_gguf(place, out, dtype, recipe, progress)
     elif lora_only:
-        others = any(option is not None for option in (canonical, pack, policy))
+        others = any(option is not None for option in (canonical, pack, policy, base))
         _refuse_with_lora_only(recipe, keep_adapter or others)
         write_adapter(out, source.download_all_files(place), dtype)
     else:
@@ -130,8 +130,8 @@ def _refuse_with_lora_only(recipe: QuantizationRecipe, others: bool) -> None:
     """Raises `ConversionError` if `recipe` is not the default or `others`, whether further options are set, is true."""
     if recipe != QuantizationRecipe() or others:
         raise ConversionError(
-            "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter, no --canonical, "
-            "no --pack and no --policy"
+            "--lora-only writes an adapter alone; it takes no quantization, no --base, no --keep-adapter, "
+            "no --canonical, no --pack and no --policy"
         )
 
 

@@ -24,6 +24,8 @@ FORMAT, VERSION = "mlx_zip conversations", 1
 MOST_TOKENS = 1_000_000  # per message
 MOST_MESSAGES = MOST_CONVERSATIONS = 1_000_000  # not reached: `MOST_BYTES` allows fewer
 Time = Annotated[float, Field(ge=0, le=1e11)]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Figure = Annotated[float, Field(ge=0)]
 Parts = Annotated[list[Words], Field(max_length=1000, fail_fast=True)]
 
 
@@ -50,18 +52,18 @@ class DiffersBody(Body):
 class FiguresBody(Body):
     """An answer's counts, times and rates, as the page shows them."""
 
-    base_tokens: int = 0
-    steps: int = 0
-    hypertokens: int = 0
-    entries: int = 0
-    codebook_size: int = 0
-    kv_bytes_saved: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    base_tokens_per_step: float = 0.0
-    base_tokens_per_pass: float = 0.0
-    seconds: float = 0.0
-    base_tokens_per_s: float = 0.0
+    base_tokens: Count = 0
+    steps: Count = 0
+    hypertokens: Count = 0
+    entries: Count = 0
+    codebook_size: Count = 0
+    kv_bytes_saved: Count = 0
+    proposed: Count = 0
+    accepted: Count = 0
+    base_tokens_per_step: Figure = 0.0
+    base_tokens_per_pass: Figure = 0.0
+    seconds: Figure = 0.0
+    base_tokens_per_s: Figure = 0.0
     prompt_differs: DiffersBody | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def _file_response(request: Request, folder: Path, part: str, name: str) -> Resp
     names = name.split("/")
     path = folder.joinpath(part, *names)
     plain = all(_NAME.fullmatch(one) for one in names)
-    if not plain or path.suffix not in TYPES or path.is_symlink() or not path.is_file():
+    if not plain or path.suffix not in TYPES or os.path.islink(path) or not os.path.isfile(path):
         raise RequestError(404, "the page has no such file", "unknown_url")
     known = path.stat()
     headers = {"Cache-Control": "no-cache", "ETag": f'"{known.st_mtime_ns:x}-{known.st_size:x}"'}

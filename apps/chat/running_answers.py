@@ -187,7 +187,7 @@ def _sum_figures(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> di
     counted = ("base_tokens", "steps", "hypertokens", "proposed", "accepted", "seconds")
     added = {name: before.get(name, 0) + now[name] for name in counted}  # older answers have no figures of drafts
     passes = added["steps"] - added["accepted"]
-    rates = [(one["base_tokens"], one["base_tokens_per_s"]) for one in (before, now) if one["base_tokens_per_s"]]
+    rates = [(n, rate) for one in (before, now) if (n := one["base_tokens"]) and (rate := one["base_tokens_per_s"])]
     return {
         **added,
         "base_tokens_per_step": round(added["base_tokens"] / added["steps"], 3) if added["steps"] else 0.0,

@@ -15,7 +15,6 @@ from importlib import import_module
 import mlx_zip
 from mlx_zip.arguments import Parser
 from mlx_zip.cli.actions import escape_unprintable
-from mlx_zip.cli.engine_choice import MLX
 from mlx_zip.device import set_device_from_environment
 from mlx_zip.errors import MlxZipError, explain_missing_mlx, failure_reason
 from mlx_zip.files import exit_on_signals
@@ -102,6 +101,8 @@ def _run_command(name: str, prog: str, argv: Sequence[str] | None) -> int:
     """Runs a command. First chooses MLX's device if --engine is mlx or the command has no --engine."""
 
     def run() -> int | None:
+        from mlx_zip.cli.engine_choice import MLX  # imports NumPy, which Ctrl-C may interrupt only in this function
+
         args = command_parser(name, prog).parse_args(argv)
         if getattr(args, "engine", MLX) == MLX:
             set_device_from_environment()

@@ -281,13 +281,16 @@ def _count_rows_by_origin(store: Any) -> dict[str, int]:
 def read_prompt(prompt: str) -> str:
     r"""Returns the text of --prompt: `-` reads standard input; backslash-n and backslash-t become newline and tab.
 
-    Raises `GenerationError` if the prompt is empty or standard input is closed or not UTF-8.
+    Raises `GenerationError` if the prompt is empty or not valid Unicode, or standard input is closed or not UTF-8.
     """
+    from mlx_zip.text.prompts import check_unicode
+
     prompt = prompt.replace("\\n", "\n").replace("\\t", "\t")
     if prompt == "-":
         prompt = read_standard_input()
     if not prompt:
         raise GenerationError("the prompt is empty: give text with --prompt, or - to read standard input")
+    check_unicode("the prompt", prompt)
     return prompt
 
 

@@ -184,7 +184,7 @@ def make_sources(args: argparse.Namespace) -> tuple[Any, ...]:
             raise DataError(f"{', '.join(given)} cannot go with --mixture, whose sources set them one by one")
         return load_mixture(args.mixture)
     _check_data_set_flags(args)
-    columns = dict(parse_column(text) for text in args.columns)
+    columns = parse_columns(args.columns)
     return (Source(tuple(args.data), 1.0, args.separator, columns, tuple(args.subset), args.split or "train"),)
 
 
@@ -206,12 +206,20 @@ def _check_data_set_flags(args: argparse.Namespace) -> None:
         raise DataError(f"{', '.join(given)}: of data sets only, and --data {' '.join(args.data)} names none")
 
 
-def parse_column(text: str) -> tuple[str, str]:
-    """Returns field and column of a value of --columns. Raises `DataError` unless it has the form FIELD=COLUMN."""
-    field, equals, column = text.partition("=")
-    if not (field and equals and column):
-        raise DataError(f"--columns {text!r} is not of the form FIELD=COLUMN")
-    return field, column
+def parse_columns(given: Sequence[str]) -> dict[str, str]:
+    """Returns field -> column for the values of --columns.
+
+    Raises `DataError` if a value does not have the form FIELD=COLUMN, or a field is given twice.
+    """
+    columns: dict[str, str] = {}
+    for text in given:
+        field, equals, column = text.partition("=")
+        if not (field and equals and column):
+            raise DataError(f"--columns {text!r} is not of the form FIELD=COLUMN")
+        if field in columns:
+            raise DataError(f"--columns gives the field {field!r} two columns: {columns[field]} and {column}")
+        columns[field] = column
+    return columns
 
 
 def parse_disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:

@@ -152,7 +152,7 @@ def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
     ) as error:  # there is no template, or its code fails on these messages or options
         reason = " ".join(str(error).split()) or type(error).__name__
         raise GenerationError(f"the chat template cannot render the messages: {reason}") from error
-    check_unicode("what the chat template makes of the messages", text)
+    check_unicode("the rendered conversation", text)
     return text
 
 

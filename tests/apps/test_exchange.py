@@ -57,6 +57,13 @@ def test_an_export_has_pin_and_folder_and_one_from_before_there_were_any_comes_b
     assert (chat.show(one)["pinned"], chat.show(one)["folder"]) == (False, "")
 
 
+def test_an_answer_can_be_continued_whose_figures_contradict_each_other(chat, export):
+    export["conversations"][0]["messages"][1]["figures"] = {"base_tokens": 0, "steps": 1, "base_tokens_per_s": 5.0}
+    (one,) = chat.call("POST", "import", export).json["ids"]
+    answer = chat.show(one)["messages"][1]
+    assert chat.answer(one, parent=answer["id"], **{"continue": True})[-1]["type"] == "done"
+
+
 def test_all_conversations_are_exported_together(chat, export):
     answer = chat.call("GET", "export")
     assert answer.headers["content-disposition"] == 'attachment; filename="conversations.json"'
@@ -134,6 +141,9 @@ def changed(export, *path_and_value):
         (("messages", 1, "tokens", [{"t": "x", "o": "elsewhere"}]), "tokens"),
         (("messages", 1, "figures", {"steps": "many"}), "figures"),
         (("messages", 1, "figures", {"steps": 1, "x": 2}), "figures"),
+        (("messages", 1, "figures", {"steps": -1}), "figures"),
+        (("messages", 1, "figures", {"base_tokens": 10**400}), "figures"),
+        (("messages", 1, "figures", {"base_tokens_per_s": -1.0}), "figures"),
         (("leaf", "nobody"), "leaf"),
         (("sampling", {"temp": -1}), "temp"),
         (("onload", "alert(1)"), "onload"),

@@ -107,6 +107,8 @@ def test_the_page_is_kept_by_the_browser_until_it_changes(chat):
         "index.html%00.js",
         "index.html/",
         "store.py",
+        f"{'a' * 300}.js",
+        f"{'a/' * 3000}a.js",
     ],
 )
 @pytest.mark.parametrize("part", ["page", "vendor"])

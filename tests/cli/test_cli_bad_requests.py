@@ -53,7 +53,8 @@ def test_a_bench_that_cannot_run_is_one_line(flags, capsys):
     [
         (["--max-kv-size", 512], "--max-kv-size cannot be used"),
         (["--max-kv-size", 0], "--max-kv-size cannot be used"),
-        (["--prompt", "a\udcff"], "not valid Unicode"),
+        (["--prompt", "a\udcff"], "the prompt is not valid Unicode at character 1"),
+        (["--system-prompt", "a\udcff"], "the rendered conversation is not valid Unicode"),
         (["--logit-bias", '{"²": 1}'], "--logit-bias"),
         (["--extra-eos-token", "①"], "--extra-eos-token"),
         (["--draft-model", "nowhere/at/all"], "nowhere/at/all"),

@@ -262,10 +262,11 @@ def test_keep_adapter_without_an_adapter_is_an_error(tmp_path: Path) -> None:
         convert(tmp_path / "src", tmp_path / "out", keep_adapter=True)
 
 
-def test_lora_only_takes_no_quantization(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"quantize": True}, {"base": "nowhere"}], ids=str)
+def test_lora_only_takes_no_options_of_a_model(options, tmp_path: Path) -> None:
     write_adapter(tmp_path / "adapter", MODULES)
-    with pytest.raises(ConversionError, match="--lora-only"):
-        convert(tmp_path / "adapter", tmp_path / "out", lora_only=True, quantize=True)
+    with pytest.raises(ConversionError, match="--lora-only writes an adapter alone"):
+        convert(tmp_path / "adapter", tmp_path / "out", lora_only=True, **options)
 
 
 def test_an_adapter_folder_without_lora_only_says_so(tmp_path: Path) -> None:

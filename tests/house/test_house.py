@@ -273,7 +273,7 @@ def test_the_text_room_loads_no_engine(library):
     assert library not in loaded_after("import " + ", ".join(inside))
 
 
-@pytest.mark.parametrize("library", ["mlx", "mlx_lm", "transformers", "torch"])
+@pytest.mark.parametrize("library", ["mlx", "mlx_lm", "transformers", "torch", "numpy"])
 def test_help_loads_no_heavy_library(library):
     code = "import mlx_zip.cli\ntry:\n    mlx_zip.cli.main(['--help'])\nexcept SystemExit:\n    pass"
     assert library not in loaded_after(code)

@@ -180,3 +180,8 @@ def test_ids_that_are_none_are_refused(run, learn, folder, ids, told):
 def test_a_column_without_a_name_is_refused(run):
     status, out, err = run(*LEARN, "--columns", "text")
     assert (status, out, err) == (2, "", "error: --columns 'text' is not of the form FIELD=COLUMN\n")
+
+
+def test_two_columns_for_one_field_are_refused(run):
+    status, out, err = run(*LEARN, "--columns", "text=body", "text=title")
+    assert (status, out, err) == (2, "", "error: --columns gives the field 'text' two columns: body and title\n")

@@ -21,7 +21,7 @@ from mlx_zip.cli.actions import (
     escape_unprintable,
     read_first_stage_tokenizer,
 )
-from mlx_zip.cli.preparation import parse_column
+from mlx_zip.cli.preparation import parse_columns
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.named import resolve_model_name
@@ -287,7 +287,7 @@ def _read_corpus_texts(args: argparse.Namespace, files: list[str]) -> list[str]:
 
     if not files:
         return []
-    columns = dict(map(parse_column, args.columns))
+    columns = parse_columns(args.columns)
     return [document.text for document in read_corpus(files, None, args.limit_bytes, columns).documents]
 
 
