@@ -52,10 +52,6 @@ BENCHES = {
     "profile": ("mlx_zip.bench.steps.profile", "split the time of one decoding step of mlx_zip into its parts"),
     "codec": ("mlx_zip.bench.codec", "time the codec, and zip2zip-compression on the same ids if it is installed"),
     "tokens": ("mlx_zip.bench.tokens", "count bytes per token with and without compression, by tokenizer and text"),
-    "rows": (
-        "mlx_zip.bench.row_store",
-        "time the store of hyper rows: opening it and looking rows up; its memory and size on disk",
-    ),
     "near-ties": (
         "mlx_zip.bench.near_ties",
         "count how often passes over several ids choose another id than passes over one id, as rounding differs",
@@ -74,7 +70,6 @@ TIMED = {
     "soak",
     "profile",
     "codec",
-    "rows",
     "training",
 }  # benches that measure time; they accept --record
 PAPERS = "mlx_zip.bench.papers"  # experiments that run as benches; only in the repository, not in an installed package

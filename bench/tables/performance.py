@@ -158,7 +158,7 @@ def bundled_speed_table(records: Records) -> str:
 
 
 def record_machines_table(records: Records) -> str:
-    names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before", "rows"]
+    names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before"]
     return machines_table(records, sorted((*names, STORIES, BATCH, SERVE, "codec")))
 
 
@@ -291,14 +291,6 @@ TARGETS = (
         )
         for name, f in HOST
     ),
-    Target(
-        "a lookup among 1 M stored rows of width 256",
-        2,
-        lambda r: r.only_record("rows")["lookup_first_us_per_row"]["median"],
-        "rows",
-        unit=" us",
-    ),
-    Target("opening them", 200, lambda r: r.only_record("rows")["open_ms"]["median"], "rows", unit=" ms"),
 )
 
 
