@@ -52,10 +52,6 @@ BENCHES = {
     "profile": ("mlx_zip.bench.steps.profile", "split the time of one decoding step of mlx_zip into its parts"),
     "codec": ("mlx_zip.bench.codec", "time the codec, and zip2zip-compression on the same ids if it is installed"),
     "tokens": ("mlx_zip.bench.tokens", "count bytes per token with and without compression, by tokenizer and text"),
-    "near-ties": (
-        "mlx_zip.bench.near_ties",
-        "count how often passes over several ids choose another id than passes over one id, as rounding differs",
-    ),
     "training": (
         "mlx_zip.bench.training",
         "time a training step, next to a plain step and the encoders alone; on PyTorch too",
