@@ -33,10 +33,6 @@ BENCHES = {
         "mlx_zip.bench.serve.load",
         "send a server requests at given rates and time first texts and gaps between texts; also other servers",
     ),
-    "soak": (
-        "mlx_zip.bench.serve.soak",
-        "send the server thousands of mixed requests, many of them cancelled or malformed, and check every answer",
-    ),
     "report": (
         "mlx_zip.bench.generation.report",
         "print a table of records of `bench generate`, with ratios to the base engine or to earlier records",
@@ -63,7 +59,6 @@ TIMED = {
     "drafts",
     "serve",
     "load",
-    "soak",
     "profile",
     "codec",
     "training",

@@ -37,29 +37,24 @@ async def send_request(
     path: str,
     body: Any = None,
     *,
-    leave_after: int | None = None,
     timeout_s: float = 120.0,
-    method: str | None = None,
 ) -> Reply:
-    """Sends a request to 127.0.0.1 and returns the reply; by default a POST of JSON, or a GET if there is no body.
+    """Sends a request to 127.0.0.1 and returns the reply: a POST of `body` as JSON, or a GET if there is no body.
 
-    body: a value to send as JSON, or bytes to send unchanged. leave_after: close the connection after this many events
-    of a streamed answer. Raises `MlxZipError` if no complete answer arrives within timeout_s seconds.
+    Raises `MlxZipError` if no complete answer arrives within timeout_s seconds.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await send_without_time_limit(
-                port, path, body, leave_after, method or ("GET" if body is None else "POST")
-            )
+            return await send_without_time_limit(port, path, body)
     except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError) as error:
         raise MlxZipError(f"{path} on port {port}: no whole answer ({type(error).__name__}: {error})") from error
 
 
-async def send_without_time_limit(port: int, path: str, body: Any, leave_after: int | None, method: str) -> Reply:
+async def send_without_time_limit(port: int, path: str, body: Any) -> Reply:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         sent = time.perf_counter()
-        writer.write(request_bytes(port, path, body, method))
+        writer.write(request_bytes(port, path, body))
         await writer.drain()
         reply = await read_head(reader)
         parts = (
@@ -71,8 +66,6 @@ async def send_without_time_limit(port: int, path: str, body: Any, leave_after: 
             async with aclosing(read_event_data(parts)) as lines:
                 async for line in lines:
                     reply.events.append((time.perf_counter() - sent, line))
-                    if len(reply.events) == leave_after:
-                        break
         else:
             reply.body = parse_json_or_text(b"".join([part async for part in parts]))
         reply.seconds = time.perf_counter() - sent
@@ -81,10 +74,10 @@ async def send_without_time_limit(port: int, path: str, body: Any, leave_after: 
         writer.close()
 
 
-def request_bytes(port: int, path: str, body: Any, method: str) -> bytes:
-    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+def request_bytes(port: int, path: str, body: Any) -> bytes:
+    content = b"" if body is None else json.dumps(body).encode()
     head = [
-        f"{method} {path} HTTP/1.1",
+        f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
         f"Host: 127.0.0.1:{port}",
         "Content-Type: application/json",
         f"Content-Length: {len(content)}",

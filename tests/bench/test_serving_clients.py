@@ -1,4 +1,4 @@
-"""The raw client of `bench serve` and `bench soak`, and how they read answers."""
+"""The raw client of `bench serve` and `bench load`, and how it reads answers."""
 
 import asyncio
 import json
@@ -51,11 +51,6 @@ def test_events_are_read_wherever_their_bytes_are_cut():
     times = [seconds for seconds, _ in reply.events]
     assert times == sorted(times)
     assert reply.seconds >= times[-1] > 0
-
-
-def test_a_client_may_leave_early():
-    reply, _ = answered(chunked(b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b'data: {"n": 3}\n\n'), leave_after=2)
-    assert len(reply.events) == 2
 
 
 @pytest.mark.parametrize("parts", [[], [b"HTTP/1.1 200 OK\r\nContent-Le"], chunked(b"data: 1\n\n")[:-1]])
