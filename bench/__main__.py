@@ -27,11 +27,7 @@ BENCHES = {
     ),
     "serve": (
         "mlx_zip.bench.serve.timing",
-        "time the server: one stream, many streams, two long prompts, later turns of a chat; next to mlx-lm's server",
-    ),
-    "load": (
-        "mlx_zip.bench.serve.load",
-        "send a server requests at given rates and time first texts and gaps between texts; also other servers",
+        "time the server: one stream, many streams, two long prompts; next to mlx-lm's server",
     ),
     "report": (
         "mlx_zip.bench.generation.report",
@@ -58,7 +54,6 @@ TIMED = {
     "batch",
     "drafts",
     "serve",
-    "load",
     "profile",
     "codec",
     "training",

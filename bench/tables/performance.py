@@ -11,7 +11,6 @@ from typing import Any
 
 from mlx_zip.bench.generation.ratios import Ratio, figure_ratio, median_with_interval, paired_ratio
 from mlx_zip.bench.records import Record, Records, libraries_cell, machines_table, table
-from mlx_zip.bench.serve.client import DIALECTS
 
 PROFILES = {  # name of a row -> record of `bench profile`
     "bundled model, 8 bit, rows cold": "profile-stories-cold",
@@ -347,8 +346,6 @@ def interval_cell(figure: Mapping[str, Any]) -> str:
 
 # ---- the table of `bench serve`
 
-LEAST_CACHED = 0.95  # minimum cached share of a later turn's prompt
-
 
 def serving_row(name: str, value: float, form: str, bound: float | None = None, most: bool = True) -> list[str]:
     """Returns name, figure, target and verdict. bound: the target, if any. most: whether it is an upper bound."""
@@ -373,11 +370,6 @@ def serving_rows(record: Mapping[str, Any]) -> Iterator[list[str]]:
         "two prompts: time to first text over one's", figures["two_prompts"]["ratio"]["median"], "{:.2f}", 2.2
     )
     yield from stream_rows(f"{record['setting']['streams']} streams", figures["streams"])
-    for when, shares in figures["second_turn"].items():
-        for dialect in DIALECTS:
-            yield serving_row(
-                f"cached, {when}, {dialect.name}", shares[dialect.name], "{:.1%}", LEAST_CACHED, most=False
-            )
 
 
 def stream_rows(name: str, servers: Mapping[str, Any]) -> Iterator[list[str]]:
