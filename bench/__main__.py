@@ -44,10 +44,6 @@ BENCHES = {
     "profile": ("mlx_zip.bench.steps.profile", "split the time of one decoding step of mlx_zip into its parts"),
     "codec": ("mlx_zip.bench.codec", "time the codec, and zip2zip-compression on the same ids if it is installed"),
     "tokens": ("mlx_zip.bench.tokens", "count bytes per token with and without compression, by tokenizer and text"),
-    "training": (
-        "mlx_zip.bench.training",
-        "time a training step, next to a plain step and the encoders alone; on PyTorch too",
-    ),
 }
 TIMED = {
     "generate",
@@ -56,7 +52,6 @@ TIMED = {
     "serve",
     "profile",
     "codec",
-    "training",
 }  # benches that measure time; they accept --record
 PAPERS = "mlx_zip.bench.papers"  # experiments that run as benches; only in the repository, not in an installed package
 
