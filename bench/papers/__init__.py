@@ -25,10 +25,6 @@ EXPERIMENTS = {
         "mlx_zip.bench.papers.adaptbpe.adapt_model",
         "AdaptBPE: bits per byte, utility and size of a model adapted to texts, compared with first-k and top-k",
     ),
-    "adapt_step": (
-        "mlx_zip.bench.papers.adaptbpe.adapt_step",
-        "AdaptBPE: time of a decoding step with part of the vocabulary's rows, compared with the possible saving",
-    ),
     "hbpe": (
         "mlx_zip.bench.papers.hbpe.patches",
         "patches of hierarchical BPE: number of merges, learning time and FLOPs by patch size; patches of a text",
@@ -50,4 +46,4 @@ EXPERIMENTS = {
         "packs for text that training never saw: base ids per id read and per step written, and bits per byte",
     ),
 }
-TIMED = {"codec_latency", "multitok", "adaptbpe", "adapt_step"}  # experiments that measure time; they accept --record
+TIMED = {"codec_latency", "multitok", "adaptbpe"}  # experiments that measure time; they accept --record

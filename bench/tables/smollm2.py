@@ -1,6 +1,6 @@
 """The tables and the picture of docs/reports/smollm2.md.
 
-The records are `smollm2`, from `recipes/smollm2` (stages `measure` and `frontier`; its parts on the trainer, `growth` and
+The records are `smollm2`, from `recipes/smollm2` (stages `measure` and `frontier`; its parts `trainer`, `growth` and
 `readers` were written by hand), and `smollm2-speed` and `smollm2-mlx-lm`, from `bench generate`.
 """
 

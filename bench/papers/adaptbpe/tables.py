@@ -1,4 +1,4 @@
-"""The tables and the picture of the AdaptBPE report, from the records of `adaptbpe`, `adapt_model` and `adapt_step`."""
+"""The tables and the picture of the AdaptBPE report, from the records of `adaptbpe` and `adapt_model`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from mlx_zip.bench.records import (
     Records,
     column_table,
     machines_table,
-    make_column_table,
     median_and_range,
     table,
 )
@@ -48,11 +47,9 @@ def group_adapted_models(lines: Sequence[Record]) -> dict[tuple[str, float], dic
     return found
 
 
-RECORDS = ("adaptbpe", "adaptbpe-wide", "adapt_model", "adapt_step")
+RECORDS = ("adaptbpe", "adaptbpe-wide", "adapt_model")
 LISTS = {"gpt2": "GPT-2", "cl100k_base": "cl100k"}
 COLUMNS = {"first_k": "first-k", "top_k": "top-k", "replay": "adapted"}  # keys of `bench adaptbpe`
-PRECISIONS = {"8": "8 bit", "4": "4 bit", "16": "16 bit"}
-CLOCKS = {"processor_ms": "processor's time", "wall_ms": "wall's clock"}
 
 
 UTILITY, ENCODING = "utility", "encoding"  # values of a line's field `what`
@@ -155,19 +152,6 @@ def split_token_cells(line: Record) -> list[str]:
     ]
 
 
-def _step_columns() -> Iterator[tuple[str, Cell]]:
-    yield "model, ids", _model_and_ids
-    yield "bytes of a step that go", "{bound:.1%}"
-    for clock, head in CLOCKS.items():
-        yield head, lambda line, clock=clock: median_and_range(line["ratio"][clock], 3)
-        yield "of the bound", f"{{of_bound[{clock}]:.2f}}"
-
-
-def _model_and_ids(line: Record) -> str:
-    name, precision = line["model"]["name"], line["model"]["precision"]
-    return f"`{name}`, {PRECISIONS.get(precision, precision)}, {line['vocab_size']:,} to {line['kept']:,}"
-
-
 def _over_top_k_table(records: Records) -> str:
     """Returns the table of how much more the adapted list saves than the N most frequent merges, by text and N.
 
@@ -227,7 +211,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-bits": _bits_table,
     "adapt-saved": saved_tokens_table,
     "adapt-where": split_token_bits_table,
-    "adapt-steps": make_column_table("adapt_step", tuple(_step_columns())),
     "adapt-machines": lambda records: machines_table(records, RECORDS),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": utility_and_bits_figure}
