@@ -15,7 +15,7 @@ import numpy as np
 
 from mlx_zip import named
 from mlx_zip.bench.engines.interface import Run
-from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip, wait_and_free_memory
+from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 from mlx_zip.bench.engines.model_making import models_from_folders, models_from_shape
 from mlx_zip.bench.engines.shape_table import Models, ZipOptions
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests, read_tokenizer
@@ -23,7 +23,6 @@ from mlx_zip.bench.machine import memory_bytes, mlx_read_bandwidth
 from mlx_zip.device import default_device_is_gpu
 
 from . import host_parts
-from .launches import count_step_launches
 from .profile import forced_run_ahead, run_as_many_ids
 
 TRIALS, TOKENS = 5, 96  # most timed rounds; base tokens per run
@@ -119,8 +118,6 @@ def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | N
         runs["mlx-lm"].append(run_as_many_ids(plain, like, prompt, like.base_ids))
         rounds += 1
     timed: Any = {name: found[1:] for name, found in runs.items()}
-    wait_and_free_memory()
-    counted = {rows: count_step_launches(models, [*prompt, *like.base_ids], rows) for rows in ("cold", "warm")}
     return {
         "model": models.name,
         "trials": rounds - 1,
@@ -128,7 +125,6 @@ def measure_steps(models: Models, prompt: Sequence[int], text: Sequence[int] | N
         "base_tokens_per_step": len(like.base_ids) / len(like.ids),
         "mlx-lm": speed_figures(timed["mlx-lm"]),
         "ways": [way_figures(rows, ahead, timed[rows, ahead], timed["mlx-lm"]) for rows, ahead in WAYS],
-        "launches": {rows: one and one.record() for rows, one in counted.items()},
     }
 
 
@@ -157,8 +153,4 @@ def report_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         text += f"{way['base_tokens_per_s']:.0f} base tokens/s"
         found.append((name, text + (f", second bodies {way['second_bodies']:.1%}" if way["ahead"] else "")))
     found.append(("base tokens per step", f"{figures['base_tokens_per_step']:.2f} in {figures['steps']} steps"))
-    counts = [f"{rows} {one['mlx-zip']:g}" for rows, one in figures["launches"].items() if one]
-    if counts:
-        mlx_lm = figures["launches"]["warm"]["mlx-lm"]
-        found.append(("launches per step", f"{', '.join(counts)}, mlx-lm {mlx_lm:g} (counted on the graph)"))
     return found

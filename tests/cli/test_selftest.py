@@ -135,13 +135,6 @@ def test_the_bundled_model_runs_cold_and_warm_ahead_and_not(figures, page):
 
 
 @pytest.mark.slow
-def test_launches_are_those_of_the_graph(figures, page):
-    launches = figures["stories"]["launches"]
-    assert launches["cold"]["mlx-zip"] > launches["warm"]["mlx-zip"] > launches["warm"]["mlx-lm"] > 0
-    assert "(counted on the graph)" in page
-
-
-@pytest.mark.slow
 def test_what_is_left_out_says_why(page):
     assert "smollm2: steps | skipped: on a CPU" in page
     assert "1B, 4 bit: steps | skipped: on a CPU" in page
