@@ -112,18 +112,6 @@ def _bits_cell(line: Record | None) -> str:
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 
-def saved_tokens_table(records: Records) -> str:
-    rows = []
-    for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
-        whole = shares[1]["whole list"]
-        name = f"{TEXTS.get(text, text)}, `{whole['model']}`"
-        for share, methods in _shares_below_1(shares):
-            cells = [f"{methods[method]['utility']:.4f}" if method in methods else "" for method in METHODS]
-            rows.append([name, f"{share:.0%}", *cells, f"{whole['utility']:.4f}"])
-            name = ""
-    return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows)
-
-
 def split_token_bits_table(records: Records) -> str:
     rows = []
     for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
@@ -209,7 +197,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-over-top-k": _over_top_k_table,
     "adapt-speed": _speed_table,
     "adapt-bits": _bits_table,
-    "adapt-saved": saved_tokens_table,
     "adapt-where": split_token_bits_table,
     "adapt-machines": lambda records: machines_table(records, RECORDS),
 }

@@ -192,22 +192,6 @@ def mean_and_range(figures: Sequence[float | None], places: int = 3) -> str:
     return cell if len(reached) == len(figures) else f"{cell}, {len(reached)} of {len(figures)}"
 
 
-def accuracy_by_seed_table(lines: Sequence[Record]) -> str:
-    """Returns a table of accuracy by seed, a row per setting that was run with several seeds.
-
-    The last column is the maximum minus the minimum accuracy, in percentage points.
-    """
-    rows = []
-    for runs in group_by_seed([line for line in lines if line["bench"] == "classify"]):
-        found = [run["accuracy"] for run in runs]
-        if len(found) > 1:
-            listed = ", ".join(f"{accuracy:.3f}" for accuracy in found)
-            rows.append(
-                [data_set_name(runs[0]), encoding_name(runs[0]), listed, f"{100 * (max(found) - min(found)):.1f}"]
-            )
-    return table(["texts", "encoding", "accuracy by seed", "points apart"], rows)
-
-
 def training_loss_figure(lines: Sequence[Record]) -> Figure:
     """Returns a figure of training loss by epochs and by processor seconds, a row of panels per data set.
 
@@ -244,7 +228,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "multitok-cascade": _tokenizer_ratios_table,
     "classifier": lambda records: classifier_table(records.lines("classify"), of_paper=True),
     "classifier-others": lambda records: classifier_table(records.lines("classify"), of_paper=False),
-    "classifier-seeds": lambda records: accuracy_by_seed_table(records.lines("classify")),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {
     "docs/reports/multitok-classifier.svg": lambda records: training_loss_figure(records.lines("classify"))
