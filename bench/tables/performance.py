@@ -111,16 +111,15 @@ def published_package_table(records: Records) -> str:
 
 
 def step_parts_table(records: Records) -> str:
-    before, after, bundled = map(records.only_record, ("profile-before", "profile-warm", "profile-stories"))
-    profiles = (before, after, bundled)
+    profiles = [records.only_record(file) for _, file in HOST]
     rows = [["step over mlx-lm's at equal KV length", *(f"{step_time_ratio(record).value:.2f}" for record in profiles)]]
     rows.append(["rows, apart", *(median_us(record["parts"]["rows"]["apart_us"]) for record in profiles)])
     for name, part in HOST_PARTS.items():
         rows.append([name, *(median_us(record["parts"][part]["host_us"]) for record in profiles)])
     rows.append(["host work of mlx_zip, by the wall's clock", *(median_us(record["ours_us"]) for record in profiles)])
-    rows.append(["host work of mlx_zip, processor time", "-", *(median_us(r["ours_cpu_us"]) for r in profiles[1:])])
+    rows.append(["host work of mlx_zip, processor time", *(median_us(record["ours_cpu_us"]) for record in profiles)])
     rows.append(["preloaded; BLAS", *map(libraries_cell, profiles)])
-    return table(["us per step, median", "before", "after", "bundled model"], rows)
+    return table(["us per step, median", *(name for name, _ in HOST)], rows)
 
 
 def median_us(figure: Mapping[str, float]) -> str:
@@ -157,7 +156,7 @@ def bundled_speed_table(records: Records) -> str:
 
 
 def record_machines_table(records: Records) -> str:
-    names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before"]
+    names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values()]
     return machines_table(records, sorted((*names, STORIES, BATCH, SERVE, "codec")))
 
 
@@ -300,12 +299,10 @@ def targets_table(records: Records) -> str:
 # ---- the table of `bench batch`
 
 KINDS = ("base", "zip")  # plain model, model with hypertokens
-SCOPES = {"whole": "whole requests", "all_open": "while all rows are open"}  # section of the figures: name in the table
 HEADS = (
     "model",
     "hyper rows",
     "requests",
-    "base tokens/s over",
     "one stream",
     "batch",
     "gain of batching",
@@ -315,28 +312,24 @@ HEADS = (
 
 
 def batch_table(records: Sequence[Record]) -> str:
-    """Returns a table with a row per record, model and scope of the figures; intervals are 95 %."""
+    """Returns a table with a row per record and model; intervals are 95 %."""
     return table(HEADS, [row for record in records for row in batch_rows(record)])
 
 
 def batch_rows(record: Record) -> list[list[str]]:
-    rows = []
-    for scope, name in SCOPES.items():
-        figures = record["figures"][scope]
-        for kind in KINDS if figures else ():
-            gain, setting = figures[kind]["gain"], record["setting"]
-            rows.append(
-                [
-                    f"`{record['model'][kind]}`",
-                    setting["rows"] if kind == "zip" else "-",
-                    str(setting["requests"]),
-                    name,
-                    *(f"{figures[kind][way]['median']:,.0f}" for way in ("one_stream", "batch")),
-                    interval_cell(gain),
-                    interval_cell(figures["quotient"]) if kind == "zip" else "-",
-                    libraries_cell(record),
-                ]
-            )
+    rows, figures, setting = [], record["figures"]["whole"], record["setting"]
+    for kind in KINDS:
+        rows.append(
+            [
+                f"`{record['model'][kind]}`",
+                setting["rows"] if kind == "zip" else "-",
+                str(setting["requests"]),
+                *(f"{figures[kind][way]['median']:,.0f}" for way in ("one_stream", "batch")),
+                interval_cell(figures[kind]["gain"]),
+                interval_cell(figures["quotient"]) if kind == "zip" else "-",
+                libraries_cell(record),
+            ]
+        )
     return rows
 
 
