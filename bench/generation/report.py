@@ -16,7 +16,7 @@ from .generate_record import read_records, record_key, refuse_wrong_fields
 from .ratios import figure_ratio
 
 BASE = "mlx-lm"  # engine that the others are compared with; if it did not run, the first of `BASES` that did
-BASES = (BASE, "torch-base", "vllm-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")
+BASES = (BASE, "torch-base", "vllm-base", "hf", "hf-float32", "hf-bfloat16")
 OWN_BASES = {"torch-zip": "torch-base", "vllm-zip": "vllm-base"}  # engine -> base to use instead of `BASE`, if it ran
 COLUMNS = {  # heading: (figure, divisor)
     "first id, ms": ("ttft_ms", 1),
