@@ -31,7 +31,7 @@ BENCHES = {
     ),
     "report": (
         "mlx_zip.bench.generation.report",
-        "print a table of records of `bench generate`, with ratios to the base engine or to earlier records",
+        "print a table of records of `bench generate`, with ratios to the base engine",
     ),
     "nvidia": (
         "mlx_zip.bench.gpu.nvidia",
