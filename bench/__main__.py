@@ -27,19 +27,11 @@ BENCHES = {
     ),
     "serve": (
         "mlx_zip.bench.serve.timing",
-        "time the server: one stream, many streams, two long prompts, later turns of a chat; next to mlx-lm's server",
-    ),
-    "load": (
-        "mlx_zip.bench.serve.load",
-        "send a server requests at given rates and time first texts and gaps between texts; also other servers",
-    ),
-    "soak": (
-        "mlx_zip.bench.serve.soak",
-        "send the server thousands of mixed requests, many of them cancelled or malformed, and check every answer",
+        "time the server: one stream, many streams, two long prompts; next to mlx-lm's server",
     ),
     "report": (
         "mlx_zip.bench.generation.report",
-        "print a table of records of `bench generate`, with ratios to the base engine or to earlier records",
+        "print a table of records of `bench generate`, with ratios to the base engine",
     ),
     "nvidia": (
         "mlx_zip.bench.gpu.nvidia",
@@ -52,30 +44,14 @@ BENCHES = {
     "profile": ("mlx_zip.bench.steps.profile", "split the time of one decoding step of mlx_zip into its parts"),
     "codec": ("mlx_zip.bench.codec", "time the codec, and zip2zip-compression on the same ids if it is installed"),
     "tokens": ("mlx_zip.bench.tokens", "count bytes per token with and without compression, by tokenizer and text"),
-    "rows": (
-        "mlx_zip.bench.row_store",
-        "time the store of hyper rows: opening it and looking rows up; its memory and size on disk",
-    ),
-    "near-ties": (
-        "mlx_zip.bench.near_ties",
-        "count how often passes over several ids choose another id than passes over one id, as rounding differs",
-    ),
-    "training": (
-        "mlx_zip.bench.training",
-        "time a training step, next to a plain step and the encoders alone; on PyTorch too",
-    ),
 }
 TIMED = {
     "generate",
     "batch",
     "drafts",
     "serve",
-    "load",
-    "soak",
     "profile",
     "codec",
-    "rows",
-    "training",
 }  # benches that measure time; they accept --record
 PAPERS = "mlx_zip.bench.papers"  # experiments that run as benches; only in the repository, not in an installed package
 

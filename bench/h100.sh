@@ -3,7 +3,7 @@
 #
 #   bench/h100.sh [--cpu-rehearsal] [--code FILE] [--tokenizer NAME] [--engines "NAME NAME"] [--published DIR] [FOLDER]
 #
-# The parts that $PARTS names run, or all: checks float64 steps generate kernels others trace summary sanitizer.
+# The parts that $PARTS names run, or all: checks float64 steps generate kernels others summary sanitizer.
 # FOLDER (else $OUT, else ./nvidia-records) receives the records; it must hold none yet. The other flags are those of
 # `mlx_zip bench nvidia`.
 # It needs Python with torch, triton, numpy, cffi, safetensors and transformers, and mlx_zip: installed, or as wheels in the
@@ -45,7 +45,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-names=(checks float64 steps generate kernels others trace summary sanitizer)
+names=(checks float64 steps generate kernels others summary sanitizer)
 whole=${WHOLE:-525} last=25 # seconds of all parts, and those kept for the summary
 [[ $whole =~ ^[0-9]+$ ]] || fail "WHOLE: $whole is no number of seconds"
 for name in ${PARTS:-}; do
@@ -151,7 +151,6 @@ bench steps 90
 bench generate 110
 bench kernels 50
 [ -z "$others" ] || bench others 110
-bench trace 35
 bench summary 20
 # last and optional: it gets what is left, and a run without it is whole
 [ $rehearsal = 0 ] || untested="no GPU"

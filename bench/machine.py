@@ -26,7 +26,6 @@ __all__ = [
     "describe_mlx_device",
     "joules_between",
     "mlx_read_bandwidth",
-    "resident_bytes",
     "yardstick_name",
 ]
 
@@ -92,16 +91,6 @@ def gpu_energy_reader() -> Any:
         return None if failed else energy.value / 1e3
 
     return joules if joules() is not None else None
-
-
-def resident_bytes() -> int:
-    """Returns this process's resident memory in bytes: current on Linux, the peak on other systems."""
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 # ---- power and heat, as the system reports them: a hot or power-saving machine is slower

@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import MlxZipError
 
-from . import near_ties
 from .plots import render_figure
 from .recording import add_record_flag
 from .records import Records, table, write_whole
-from .steps import mac_steps
 from .tables import drafts, nvidia, performance, smollm2
 
 if TYPE_CHECKING:
@@ -106,7 +104,7 @@ def registered_tables_and_pictures() -> tuple[Tables, Pictures]:
     """
     tables: Tables = {}
     pictures: Pictures = {}
-    for module in (performance, mac_steps, nvidia, smollm2, drafts, near_ties, *paper_table_modules()):
+    for module in (performance, nvidia, smollm2, drafts, *paper_table_modules()):
         for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
             if twice := known.keys() & new.keys():
                 raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")

@@ -70,12 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: 2048)",
     )
     add(
-        "--disabled",
-        choices=("none", "digits"),
-        default="none",
-        help="base ids that never become part of a hypertoken; digits: those whose text is digits (default: none)",
-    )
-    add(
         "--check",
         action="store_true",
         help="stop with an error if zip2zip-compression, which must be installed, gives other ids for a window",
@@ -89,12 +83,10 @@ def run(args: argparse.Namespace) -> int:
     corpora = read_domains(args.text, args.limit_bytes)
     vocabularies = [read_vocabulary(path) for path in args.tokenizers]
     for vocabulary in vocabularies:
-        disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
         for domain, corpus in corpora.items():
             settings = list(distinct_settings(windows, args.merge_sizes, args.codebook_sizes))
-            line = count_corpus(vocabulary, corpus, settings, disabled, upstream)
-            line = {"bench": "tokens", "domain": domain, **line, "disabled": args.disabled}
-            print_record(line)
+            line = count_corpus(vocabulary, corpus, settings, upstream)
+            print_record({"bench": "tokens", "domain": domain, **line})
             print(f"{vocabulary.name}, {domain}: {len(settings)} settings", file=sys.stderr)
     return 0
 
@@ -167,13 +159,12 @@ def count_corpus(
     vocabulary: Vocabulary,
     corpus: Corpus,
     settings: Sequence[Any],
-    disabled: Sequence[int],
     upstream: Any = None,
 ) -> dict[str, Any]:
     """Returns the number of base ids of a corpus, and its counts under each setting, as rows of `COLUMNS`.
 
     settings: (window, None for whole documents; merge size; codebook size). In the rows, `entries` counts installed
-    entries and `entries_used` those emitted at least once. disabled: base ids that never merge. upstream: the module
+    entries and `entries_used` those emitted at least once. upstream: the module
     zip2zip_compression, to compare its ids with ours, or None. Raises `MlxZipError` if ids differ, and `DataError` if
     the corpus has no ids.
     """
@@ -185,7 +176,7 @@ def count_corpus(
     for window, merge_size, codebook_size in settings:
         pieces = documents if window is None else [stream[i : i + window] for i in range(0, len(stream), window)]
         # the codec's vocabulary has one more id than the tokenizer: a pad id that occurs in no text
-        params = CodecParams(vocabulary.size + 1, codebook_size, merge_size, disabled, vocabulary.size)
+        params = CodecParams(vocabulary.size + 1, codebook_size, merge_size, pad_id=vocabulary.size)
         counted = count_pieces(params, pieces)
         counts.append([window or WHOLE, merge_size, codebook_size, *counted])
         if upstream is not None:
@@ -194,7 +185,6 @@ def count_corpus(
     return {
         "tokenizer": {"name": vocabulary.name, "size": vocabulary.size, "library": vocabulary.library},
         "text": corpus_record(corpus),
-        "disabled_ids": len(disabled),
         "base_ids": base,
         "bytes_per_base_id": round(corpus.n_bytes / base, 4),
         "columns": COLUMNS,

@@ -12,7 +12,7 @@ from .interface import ENGINES, Engine
 from .shape_table import Models
 
 LIBRARIES = {
-    **dict.fromkeys(("hf", "hf-float32", "hf-bfloat16", "hf-compiled"), ("torch", "transformers")),
+    **dict.fromkeys(("hf", "hf-float32", "hf-bfloat16"), ("torch", "transformers")),
     "zip2zip": ("torch", "zip2zip"),
     "torch-zip": ("torch",),
     "torch-base": ("torch",),
@@ -20,7 +20,7 @@ LIBRARIES = {
     "vllm-base": ("vllm",),
     **dict.fromkeys(("mlx-lm", "mlx-zip"), ("mlx",)),
 }
-ONE_REQUEST = ("hf-compiled", "zip2zip")  # engines that cannot continue a conversation
+ONE_REQUEST = ("zip2zip",)  # engines that cannot continue a conversation
 CHOOSING = ("vllm-zip", "vllm-base")  # engines that emit only the ids that they choose, and so cannot replay a text
 
 

@@ -24,7 +24,6 @@ ENGINES = {
     "hf": "the plain model in transformers, eager",
     "hf-float32": "hf, with all weights in float32",
     "hf-bfloat16": "hf, with all weights in bfloat16",
-    "hf-compiled": "the plain model in transformers, compiled, static cache",
     "zip2zip": "the published package (PyTorch)",
 }
 

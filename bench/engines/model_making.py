@@ -8,7 +8,6 @@ how long a step takes but write no meaningful text, so they are timed with --mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +18,6 @@ from mlx.utils import tree_flatten
 from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import has_hypertokens
-from mlx_zip.models.rows.encoders import quantization_settings
 
 from .shape_table import GROUP_SIZE, PRECISIONS, SHAPES, Models, ZipOptions, config_with_hypertokens
 
@@ -102,27 +100,6 @@ def models_from_folders(model: str | None, base: str | None, float32: bool = Fal
         folder=find_model_folder(base) if base else None,
         zip_folder=find_model_folder(model) if model else None,
     )
-
-
-def make_model_with_kept_rows(models: Models, ids: Any) -> Callable[[], Any]:
-    """Returns a function that makes the plain model with only rows `ids` (uint32 [n]) of its embedding and head."""
-    whole, chosen = models.plain(), mx.array(ids)
-    has_id_rows = lambda name: {"embed_tokens", "lm_head"} & set(name.split("."))
-    found: dict[str, Any] = dict(tree_flatten(whole.parameters()))
-    weights = {name: mx.take(value, chosen, axis=0) if has_id_rows(name) else value for name, value in found.items()}
-    mx.eval(weights)
-    packed = {name: how for name, module in whole.named_modules() if (how := quantization_settings(module))}
-    args = replace(whole.args, vocab_size=len(ids))
-
-    def make() -> Any:
-        model = type(whole)(args)
-        if packed:
-            nn.quantize(model, class_predicate=lambda path, module: packed.get(path, False))
-        model.load_weights(list(weights.items()))
-        model.eval()
-        return model
-
-    return make
 
 
 def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Engines that call a PyTorch model's `generate`: transformers, eager or compiled, and the published zip2zip package.
+"""Engines that call a PyTorch model's `generate`: transformers, and the published zip2zip package.
 
 They run on a GPU if torch finds one, else on the CPU. A step ends when `generate` emits its id; ids are detokenized
 then, as in the other engines. Replay raises the score of the next id above all others.
@@ -138,23 +138,13 @@ class _StepRecorder:
 
 
 class TransformersEngine(_GenerateEngine):
-    """Runs the plain model through transformers' `generate`.
-
-    The engine "hf-compiled" has a static cache and a forward pass compiled by torch.compile; the others are eager.
-    """
+    """Runs the plain model through transformers' `generate`, eager."""
 
     def __init__(self, models: Models, name: str) -> None:
         """Raises `MlxZipError` if transformers cannot load the plain model."""
         self.name = name
         model = load_transformers_model(models, name)
         super().__init__(models, model, model)
-        self.options: dict[str, Any] = {}
-        if name == "hf-compiled":
-            from transformers import CompileConfig
-
-            config: Any = CompileConfig()
-            config._compile_all_devices = True
-            self.options = {"cache_implementation": "static", "compile_config": config}
 
     def start_conversation(self) -> dict[str, Any]:
         """Returns the state of a new conversation: its ids so far and their KV cache, both empty."""
@@ -168,12 +158,10 @@ class TransformersEngine(_GenerateEngine):
         watch = _StepRecorder(
             self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, lambda one: (one,), tokens, replay
         )
-        options, begun = dict(self.options), time.perf_counter()
-        if not options:
-            held["cache"] = held["cache"] or DynamicCache()
-            options["past_key_values"] = held["cache"]
+        begun = time.perf_counter()
+        held["cache"] = held["cache"] or DynamicCache()
         ids = [*held["ids"], *prompt]
-        run = self._generate(Run(len(prompt)), begun, ids, tokens, watch, **options)
+        run = self._generate(Run(len(prompt)), begun, ids, tokens, watch, past_key_values=held["cache"])
         held["ids"] = [*ids, *run.base_ids]
         return run
 

@@ -1,6 +1,6 @@
 """The engines `vllm-zip` and `vllm-base`: vLLM with and without hypertokens, one request at a time.
 
-`bench load` measures vLLM under load. vLLM emits the ids that it chooses, so these engines cannot replay a text.
+vLLM emits the ids that it chooses, so these engines cannot replay a text.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.sources import Item, Record, Skipped, Source, SourceReader, parse_item
 from mlx_zip.text.tokenizers import load_tokenizer
 
-DOMAINS = ("code", "math", "chat", "multilingual", "web")
 SYNTHETIC = "synthetic"
 # upper bound on the mean characters per id of any tokenizer here, so that a long text is not tokenized whole
 CHARACTERS_PER_ID = 16
@@ -103,30 +102,18 @@ def _mlx_lm_detokenizer(tokenizer: Any) -> Any:
 # ---- texts
 
 
-def domain_files(texts: Sequence[str], data: Path | None, domains: Sequence[str]) -> dict[str, list[Path]]:
-    """Returns the files of each domain: from DOMAIN=FILE items, else from data/DOMAIN, else none (made-up text).
+def domain_files(texts: Sequence[str]) -> dict[str, list[Path]]:
+    """Returns the files of each domain from DOMAIN=FILE items; without items, one domain without files (made-up text).
 
-    Raises `MlxZipError` if an item of `texts` is not DOMAIN=FILE, or a domain has no files.
+    Raises `MlxZipError` if an item is not DOMAIN=FILE.
     """
-    if texts:
-        found: dict[str, list[Path]] = {}
-        for item in texts:
-            domain, _, name = item.partition("=")
-            if not domain or not name or not Path(name).is_file():
-                raise MlxZipError(f"--text {item}: expected DOMAIN=FILE with a file that exists")
-            found.setdefault(domain, []).append(Path(name))
-        return found
-    if data is None:
-        return {SYNTHETIC: []}
-    return {domain: files_in_domain_folder(data, domain) for domain in domains}
-
-
-def files_in_domain_folder(data: Path, domain: str) -> list[Path]:
-    """Returns the files in data/domain, only those with `.test.` in their names if there are any."""
-    files = [path for path in sorted((data / domain).glob("*")) if path.is_file()]
-    if not files:
-        raise MlxZipError(f"--data {data}: no text in {domain}/; choose with --domains")
-    return [path for path in files if ".test." in path.name] or files
+    found: dict[str, list[Path]] = {}
+    for item in texts:
+        domain, _, name = item.partition("=")
+        if not domain or not name or not Path(name).is_file():
+            raise MlxZipError(f"--text {item}: expected DOMAIN=FILE with a file that exists")
+        found.setdefault(domain, []).append(Path(name))
+    return found or {SYNTHETIC: []}
 
 
 def cut_text_into_workloads(

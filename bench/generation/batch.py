@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +87,11 @@ class TimedRun:
     """The counts and times of one run.
 
     ids: number of emitted ids. base_tokens, seconds: emitted base tokens, and duration including the prompts.
-    open_tokens, open_seconds: base tokens and duration from the second step to the first step that ends a sequence.
     """
 
     ids: int = 0
     base_tokens: int = 0
     seconds: float = 0.0
-    open_tokens: int = 0
-    open_seconds: float = 0.0
 
     def __add__(self, other: TimedRun) -> TimedRun:
         return TimedRun(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -112,10 +109,7 @@ def measure_batch_gain(
 
     runs = run_in_turns({pair: partial(run, *pair) for pair in product(KINDS, WAYS)}, args.trials, "Measuring")
     whole = {pair: [run.base_tokens / run.seconds for run in found] for pair, found in runs.items()}
-    return {
-        "counts": emitted_counts(runs),
-        "figures": {"whole": throughput_figures(whole), "all_open": figures_while_all_rows_open(runs)},
-    }
+    return {"counts": emitted_counts(runs), "figures": {"whole": throughput_figures(whole)}}
 
 
 def answer_all_prompts(engine: MlxEngine, way: str, prompts: Sequence[list[int]], max_tokens: int) -> TimedRun:
@@ -123,30 +117,20 @@ def answer_all_prompts(engine: MlxEngine, way: str, prompts: Sequence[list[int]]
     model, tokenizer = engine.model, engine.tokenizer
     if way == "batch":
         begun = time.perf_counter()
-        responses = stream_batch(model, tokenizer, prompts, max_tokens)
-        return time_responses((response for _, response in responses), begun, len(prompts))
+        return time_responses((response for _, response in stream_batch(model, tokenizer, prompts, max_tokens)), begun)
     total = TimedRun()
     for prompt in prompts:
         begun = time.perf_counter()
-        total += time_responses(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens), begun, 1)
+        total += time_responses(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens), begun)
     return total
 
 
-def time_responses(responses: Iterable[Any], begun: float, rows: int) -> TimedRun:
-    """Reads the responses of `rows` sequences that run together, and returns their counts and times.
-
-    responses: in each step, one per sequence that has not ended. begun: when the request began, by `time.perf_counter`.
-    """
-    ids = tokens = open_tokens = 0
-    first, open_seconds, ended, all_open = None, 0.0, False, True
+def time_responses(responses: Iterable[Any], begun: float) -> TimedRun:
+    """Reads all responses; returns counts and time. begun: when the request began, by `time.perf_counter`."""
+    ids = tokens = 0
     for response in responses:
         ids, tokens = ids + 1, tokens + len(response.base_ids)
-        ended |= response.finish_reason is not None
-        if all_open and ids % rows == 0:
-            now = time.perf_counter()
-            first = first or (now, tokens)
-            open_seconds, open_tokens, all_open = now - first[0], tokens - first[1], not ended
-    return TimedRun(ids, tokens, time.perf_counter() - begun, open_tokens, open_seconds)
+    return TimedRun(ids, tokens, time.perf_counter() - begun)
 
 
 # ---- the record
@@ -174,24 +158,9 @@ def figure_with_interval(samples: Sequence[float], unit: str) -> dict[str, Any]:
     return {"unit": unit, **summarize_samples(samples), "low": round(ratio.low, 3), "high": round(ratio.high, 3)}
 
 
-def figures_while_all_rows_open(runs: Mapping[tuple[str, str], Sequence[TimedRun]]) -> dict[str, Any] | None:
-    if not all(run.open_tokens for run in chain(*runs.values())):
-        return None
-    return throughput_figures(
-        {pair: [run.open_tokens / run.open_seconds for run in found] for pair, found in runs.items()}
-    )
-
-
 def emitted_counts(runs: Mapping[tuple[str, str], Sequence[TimedRun]]) -> dict[str, Any]:
     first = {pair: found[0] for pair, found in runs.items()}
     return {
-        kind: {
-            way: {
-                "base_tokens": first[kind, way].base_tokens,
-                "ids": first[kind, way].ids,
-                "all_open_base_tokens": first[kind, way].open_tokens,
-            }
-            for way in WAYS
-        }
+        kind: {way: {"base_tokens": first[kind, way].base_tokens, "ids": first[kind, way].ids} for way in WAYS}
         for kind in KINDS
     }

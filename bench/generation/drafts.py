@@ -2,7 +2,7 @@
 trials.
 
 A model writes the text's own answer (replay) or its own greedy answer (free), plain and with hypertokens, with each way
-to draft. Passes replayed without a model give the host's work and, with published costs, the gain on other chips.
+to draft. Passes replayed without a model give the host's work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mlx_zip.models.rows.zip_state import find_zip_state, kv_caches
 from mlx_zip.named import PARTNERS
 from mlx_zip.progress import ProgressBar
 
-from .draft_replay import CHIPS, KINDS, ROW_BY_ROW, force_text, read_workloads, replay
+from .draft_replay import KINDS, ROW_BY_ROW, force_text, read_workloads, replay
 from .generate import EngineComparison
 
 DRAFTS: dict[str, dict[str, Any]] = {  # way to draft -> fields of `RunOptions`
@@ -154,11 +154,11 @@ def make_count_record(
 
 
 def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
-    """Returns counts of what is written after the first id, the host's time per id, and estimated gains on `CHIPS`.
+    """Returns counts of what is written after the first id, and the host's time per id.
 
-    A gain is the cost without drafts divided by the cost with drafts. host_us: microseconds per emitted id in the
-    fastest replay, with "lookup", and with "auto" at the costs `ROW_BY_ROW`, at which drafts cannot gain. row_by_row:
-    the gain of "auto" at these costs; below 1 is a loss.
+    host_us: microseconds per emitted id in the fastest replay, with "lookup", and with "auto" at the costs
+    `ROW_BY_ROW`, at which drafts cannot gain. row_by_row: the gain of "auto" at these costs, the cost without drafts
+    divided by the cost with drafts; below 1 is a loss.
     """
     forced, ahead = force_text(turn, book), book is None
     found, ids = replay(turn, book, ahead), len(forced.ids) - 1
@@ -175,7 +175,6 @@ def replay_figures(turn: Turn, book: Codebook | None) -> dict[str, Any]:
             "proposed": sum(found.widths) - len(found.widths),
         },
         "host_us": {draft: round(1e6 * seconds / ids, 2) for draft, seconds in host_s.items()},
-        "gains": {chip: round(ids / replay(turn, book, ahead, curve).cost, 3) for chip, curve in CHIPS.items()},
         "row_by_row": round(ids / replay(turn, book, ahead, ROW_BY_ROW).cost, 4),
     }
 

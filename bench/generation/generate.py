@@ -21,7 +21,6 @@ from mlx_zip.bench.engines.choice import CHOOSING, ONE_REQUEST, check_engine_nam
 from mlx_zip.bench.engines.interface import ENGINES, Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import (
-    DOMAINS,
     Workload,
     cut_text_into_workloads,
     domain_files,
@@ -76,23 +75,11 @@ def add_text_arguments(parser: argparse.ArgumentParser, sizes: Sequence[str]) ->
     """Declares the flags that choose the texts, and how much is read and written. sizes: default of --sizes."""
     add = parser.add_argument_group("text").add_argument
     add(
-        "--data",
-        type=Path,
-        metavar="DIR",
-        help="folder that has a subfolder of text files for each domain (default: a made-up text)",
-    )
-    add(
-        "--domains",
-        nargs="+",
-        default=list(DOMAINS),
-        help=f"domains (subfolders) of --data to read (default: {' '.join(DOMAINS)})",
-    )
-    add(
         "--text",
         nargs="+",
         default=[],
         metavar="DOMAIN=FILE",
-        help="text file of a domain (.txt or .jsonl, each also .gz), instead of --data; more items add more files",
+        help="text file of a domain (.txt or .jsonl, each also .gz); more items add files (default: a made-up text)",
     )
     add(
         "--sizes",
@@ -258,7 +245,7 @@ def workloads_from_flags(args: argparse.Namespace, tokenizer: Any, context: int 
     if args.mode == "chat":
         found = make_conversations(tokenizer, read_requests(args.requests), args.conversations, args.turns, sizes[0][1])
     else:
-        files = domain_files(args.text, args.data, args.domains)
+        files = domain_files(args.text)
         found = [
             workload
             for prompt, tokens in sizes

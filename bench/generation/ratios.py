@@ -1,4 +1,4 @@
-"""Computes ratios of two engines' trials, with 95 % intervals; pairs the trials if they alternated."""
+"""Computes ratios of two engines' trials that alternated, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -55,20 +55,13 @@ def median_with_interval(ratios: tuple[float, ...]) -> Ratio:
     return Ratio(float(np.median(samples)), float(low), float(high), len(samples))
 
 
-def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """Returns median(b) / median(a) with its interval. a, b: samples [n] and [m] of trials that did not alternate."""
-    rng = np.random.default_rng(0)
-    drawn = [np.median(rng.choice(np.asarray(x, float), (DRAWS, len(x))), axis=1) for x in (a, b)]
-    low, high = np.quantile(drawn[1] / drawn[0], QUANTILES)
-    return Ratio(float(np.median(b) / np.median(a)), float(low), float(high), min(len(a), len(b)))
-
-
 def figure_ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
     """Returns the second record's figure divided by the first's, both records of `bench generate`.
 
-    If one command wrote both, their trials alternated and are paired (or their conversations, if there are several).
+    Their trials are paired (or their conversations, if there are several). Raises `ValueError` for records of two
+    commands, whose trials did not alternate.
     """
+    if pair[0]["run"] != pair[1]["run"]:
+        raise ValueError("the records are of two commands")
     a, b = (record["figures"][figure]["samples"] for record in pair)
-    if pair[0]["run"] != pair[1]["run"] or len(a) != len(b):
-        return unpaired_ratio(a, b)
     return paired_ratio(a, b, pair[1]["workload"].get("conversations"))

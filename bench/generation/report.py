@@ -1,7 +1,6 @@
 """Prints a table of records that `bench generate` printed on any machines and days, with ratios to other records.
 
-A record is compared with the base engine's of the same command or, with `--against`, with an earlier record of the same
-engine.
+A record is compared with the base engine's of the same command, whose trials alternated with its own.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .generate_record import read_records, record_key, refuse_wrong_fields
 from .ratios import figure_ratio
 
 BASE = "mlx-lm"  # engine that the others are compared with; if it did not run, the first of `BASES` that did
-BASES = (BASE, "torch-base", "vllm-base", "hf-compiled", "hf", "hf-float32", "hf-bfloat16")
+BASES = (BASE, "torch-base", "vllm-base", "hf", "hf-float32", "hf-bfloat16")
 OWN_BASES = {"torch-zip": "torch-base", "vllm-zip": "vllm-base"}  # engine -> base to use instead of `BASE`, if it ran
 COLUMNS = {  # heading: (figure, divisor)
     "first id, ms": ("ttft_ms", 1),
@@ -31,7 +30,7 @@ COLUMNS = {  # heading: (figure, divisor)
 }
 SHORT_COLUMNS = ("base tokens per step", "base tokens/s", "bytes/s", "first id, ms")  # columns of `summary_table`
 RATIOS = {"base tokens/s": "base_tokens_per_s", "bytes/s": "bytes_per_s"}  # heading: figure
-TO_BASE, TO_EARLIER = "to the base", "to the earlier record"  # ends of the headings
+TO_BASE = "to the base"  # end of the headings
 BUSY = ("load average, idle share", "preloaded; BLAS")  # headings
 
 Records = Sequence[dict[str, Any]]
@@ -41,30 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench report`."""
     add = parser.add_argument
     add("records", nargs="+", metavar="RECORDS", help="files of records that `bench generate` printed")
-    add(
-        "--against",
-        metavar="FILE",
-        help="file of earlier records: ratios are to its record of the same engine, model, text and machine (default: "
-        "to the record of the base engine of the same command)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table. Raises `MlxZipError` if a file has no records of `bench generate`."""
-    earlier = [] if args.against is None else [args.against]
-    with refuse_wrong_fields((*args.records, *earlier)):
-        print(records_table(read_records(args.records), read_records(earlier) if earlier else None))
+    with refuse_wrong_fields(args.records):
+        print(records_table(read_records(args.records)))
     return 0
 
 
-def records_table(records: Records, earlier: Records | None = None) -> str:
-    """Returns a table with a row per record: medians with minimum and maximum, and ratios to the base engine.
-
-    earlier: None, or records to compare with instead: each record's figures are then divided by those of its
-    counterpart in `earlier` (see `same_record`).
-    """
-    ratios = [f"{name}, {TO_BASE if earlier is None else TO_EARLIER}" for name in RATIOS]
-    header = ["machine", "model", "text", "mode", "engine", *COLUMNS, *ratios, "trials", *BUSY]
+def records_table(records: Records) -> str:
+    """Returns a table with a row per record: medians with minimum and maximum, and ratios to the base engine."""
+    header = ["machine", "model", "text", "mode", "engine", *COLUMNS, *(f"{name}, {TO_BASE}" for name in RATIOS)]
+    header += ["trials", *BUSY]
     rows = [
         [
             machine_name(record),
@@ -73,7 +61,7 @@ def records_table(records: Records, earlier: Records | None = None) -> str:
             _mode_and_rows(record),
             record["engine"],
             *(figure_cell(record["figures"][name], divisor) for name, divisor in COLUMNS.values()),
-            *ratio_cells(record, base_record(record, records) if earlier is None else same_record(record, earlier)),
+            *ratio_cells(record, base_record(record, records)),
             sample_count_cell(record),
             load_cell(record),
             libraries_cell(record),
@@ -109,12 +97,6 @@ def base_record(record: dict[str, Any], records: Records) -> dict[str, Any] | No
         *BASES,
     )
     return next((r for name in names for r in same_run if r["engine"] == name), None)
-
-
-def same_record(record: dict[str, Any], records: Records) -> dict[str, Any] | None:
-    """Returns the last of `records` with the machine, engine, model, text, mode and rows of `record`, else None."""
-    key = record["machine"], record_key(record)
-    return next((r for r in reversed(records) if (r["machine"], record_key(r)) == key), None)
 
 
 def ratio_cells(record: dict[str, Any], other: dict[str, Any] | None) -> list[str]:

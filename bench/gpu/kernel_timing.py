@@ -23,8 +23,6 @@ from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding
 from mlx_zip.cuda.kernels.matvec import matvec
 from mlx_zip.cuda.kernels.packed import Packed
 
-from .kernel_launches import counting_launches
-
 Work = Callable[[str | None], object]  # takes the kernel's argument `impl`
 Made = TypeVar("Made")
 SLOTS = 2048  # hyper rows
@@ -36,10 +34,14 @@ TILES = 8  # layout parameter of PyTorch's 4-bit product; it hardly changes the 
 
 
 class KernelCase(NamedTuple):
-    """A kernel to time. work: calls the kernel. sets: number of argument sets, used in turn, so that none is cached."""
+    """A kernel to time. work: calls the kernel. read: bytes that a call reads; it also writes its result.
+
+    sets: number of argument sets, used in turn, so that none is cached.
+    """
 
     name: str
     work: Work
+    read: int
     sets: int = 1
 
 
@@ -76,9 +78,12 @@ def kernel_cases(
     size = config.get("head_dim") or width // heads
     table, rows = random(vocab, width), random(1, slots, width)
     # each call reads different rows, because the rows of one call would stay in the cache of a large GPU
-    ids = cycle([torch.randint(0, vocab + slots, (1, PROMPT), device=device) for _ in range(CALLS)])
+    drawn = [torch.randint(0, vocab + slots, (1, PROMPT), device=device) for _ in range(CALLS)]
+    ids = cycle(drawn)
     yield KernelCase(
-        f"hyper embedding, {PROMPT} ids", lambda impl: hyper_embedding(next(ids), table, rows, vocab, impl=impl)
+        f"hyper embedding, {PROMPT} ids",
+        lambda impl: hyper_embedding(next(ids), table, rows, vocab, impl=impl),
+        tensor_bytes(drawn[0]) + PROMPT * row_bytes(table),
     )
     both = make_rotating_arguments(
         lambda: (random(1, kv_heads, context + 64, size), random(1, kv_heads, context + 64, size)), cache
@@ -87,6 +92,7 @@ def kernel_cases(
     yield KernelCase(
         f"attention over {context} keys",
         lambda impl: decode_attention(q, *next(turns), lengths, impl=impl),
+        tensor_bytes(q) + 2 * context * kv_heads * row_bytes(both[0][0][0, 0]),
         len(both),
     )
     for entries in ENTRIES:
@@ -107,26 +113,36 @@ def product_cases(
     folder, numbers = random_folder(dict(config), device, dtype, bits, GROUP_SIZE), count()
     x, wide, rows, norm = random(1, width), random(1, inner), random(1, slots, width), (random(width), 1e-5)
     installed = torch.ones((1, slots), dtype=torch.bool, device=device)
-    pieces: dict[str, tuple[int, int, Callable[[Any, str | None], object]]] = {
-        "joint head": (vocab, width, lambda m, impl: joint_head(x, m, rows, installed, vocab, impl=impl)),
-        "norm, gate and up": (2 * inner, width, lambda m, impl: matvec(x, m, norm=norm, gate=True, impl=impl)),
-        "down and residual": (width, inner, lambda m, impl: matvec(wide, m, residual=x, impl=impl)),
+    # name: rows and columns of the matrix, call, what it reads besides the matrix
+    pieces: dict[str, tuple[int, int, Callable[[Any, str | None], object], list[Any]]] = {
+        "joint head": (
+            *(vocab, width, lambda m, impl: joint_head(x, m, rows, installed, vocab, impl=impl)),
+            [x, rows, installed],
+        ),
+        "norm, gate and up": (
+            *(2 * inner, width, lambda m, impl: matvec(x, m, norm=norm, gate=True, impl=impl)),
+            [x, norm[0]],
+        ),
+        "down and residual": (width, inner, lambda m, impl: matvec(wide, m, residual=x, impl=impl), [wide, x]),
     }
-    for name, (height, columns, call) in pieces.items():
+    for name, (height, columns, call, others) in pieces.items():
         take = lambda h=height, c=columns: folder.take_weight(f"{next(numbers)}.weight", h, c)
         made = make_rotating_arguments(take, cache)
         kind = f"{bits} bit" if isinstance(made[0], Packed) else "dense"
         turns: Iterator[Any] = cycle(made)
-        yield KernelCase(f"{name}, {kind}", lambda impl, c=call, t=turns: c(next(t), impl), len(made))
+        read = tensor_bytes([made[0], others])
+        yield KernelCase(f"{name}, {kind}", lambda impl, c=call, t=turns: c(next(t), impl), read, len(made))
         vector = x if columns == width else wide
         if not isinstance(made[0], Packed):
             plain = lambda impl, v=vector, t=turns: linear(v, next(t))
-            yield KernelCase(f"control, torch linear of {name}", plain, len(made))
+            read = tensor_bytes([made[0], vector])
+            yield KernelCase(f"control, torch linear of {name}", plain, read, len(made))
         elif bits == 4 and has_torch_int4_product(device):
             packed = make_rotating_arguments(lambda h=height, c=columns: random_torch_int4_matrix(h, c, device), cache)
-            others = cycle(packed)
-            theirs = lambda impl, v=vector, t=others: torch_int4_product(v, *next(t))
-            yield KernelCase(f"control, torch int4 product of {name}", theirs, len(packed))
+            fours = cycle(packed)
+            theirs = lambda impl, v=vector, t=fours: torch_int4_product(v, *next(t))
+            read = tensor_bytes([packed[0], vector])
+            yield KernelCase(f"control, torch int4 product of {name}", theirs, read, len(packed))
 
 
 def has_torch_int4_product(device: torch.device) -> bool:
@@ -150,8 +166,8 @@ def memory_control_cases(device: torch.device, side: int) -> Iterator[KernelCase
     """Yields a copy and a sum of a float32 matrix [side, side]: memory accesses unlike the yardstick's product."""
     source = torch.rand((side, side), device=device)
     target = torch.empty_like(source)
-    yield KernelCase("control, copy", lambda impl: target.copy_(source))
-    yield KernelCase("control, sum", lambda impl: source.sum())
+    yield KernelCase("control, copy", lambda impl: target.copy_(source), tensor_bytes(source))
+    yield KernelCase("control, sum", lambda impl: source.sum(), tensor_bytes(source))
 
 
 def encoder_cases(
@@ -162,17 +178,29 @@ def encoder_cases(
     Each call of the first kernel gathers different rows. The others read cached input, as after a preceding kernel.
     """
     device, width = table.device, table.shape[1]
-    ids = cycle([torch.randint(0, len(table), (entries, PLACES), device=device) for _ in range(CALLS)])
+    drawn = [torch.randint(0, len(table), (entries, PLACES), device=device) for _ in range(CALLS)]
+    ids = cycle(drawn)
     lengths = torch.full((entries,), PLACES, device=device)
     places, qkv, x = random(PLACES, width), random(entries, PLACES, 3 * width), random(entries, PLACES, width)
     yield KernelCase(
-        f"encoder rows, {entries} entries", lambda impl: embed_entries(next(ids), table, places, impl=impl)
+        f"encoder rows, {entries} entries",
+        lambda impl: embed_entries(next(ids), table, places, impl=impl),
+        tensor_bytes([drawn[0], places]) + drawn[0].numel() * row_bytes(table),
     )
     yield KernelCase(
         f"encoder attention, {entries} entries",
         lambda impl: attend_in_entries(qkv, lengths, heads, "both", impl=impl),
+        tensor_bytes([qkv, lengths]),
     )
-    yield KernelCase(f"encoder pooling, {entries} entries", lambda impl: pool_places(x, lengths, "real", impl=impl))
+    yield KernelCase(
+        f"encoder pooling, {entries} entries",
+        lambda impl: pool_places(x, lengths, "real", impl=impl),
+        tensor_bytes([x, lengths]),
+    )
+
+
+def row_bytes(matrix: torch.Tensor) -> int:
+    return matrix.shape[1] * matrix.element_size()
 
 
 def time_kernel(
@@ -185,14 +213,13 @@ def time_kernel(
     many as the case's argument sets if these are more.
     """
     work, calls = case.work, max(calls, case.sets)
-    with counting_launches() as found:
-        work("reference")
+    moved = case.read + tensor_bytes(work("reference"))
     us = time_call_us(lambda: work(None), device, trials, calls)
-    rate = found.bytes / (us * 1e-6)
+    rate = moved / (us * 1e-6)
     other = time_call_us(lambda: work("reference"), device, trials, calls) if reference else None
     return {
         "us": round(us, 3),
-        "bytes": found.bytes,
+        "bytes": moved,
         "sets": case.sets,
         "calls": calls,
         "gb_per_s": round(rate / 1e9, 2),

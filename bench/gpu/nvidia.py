@@ -1,7 +1,7 @@
 """Runs the parts of the NVIDIA comparison, and writes each part's records into a folder.
 
 Parts: `checks` (ids, CUDA graphs), `steps` (prefill and single steps), `generate` (whole requests in replay), `kernels`
-(each alone), `others` (whole requests of other engines), `trace` (a profiler's trace), `summary` (targets). A part's
+(each alone), `others` (whole requests of other engines), `summary` (targets). A part's
 records include the GPU's clocks, power and temperature before and after the part.
 """
 
@@ -119,11 +119,10 @@ class Sizes:
     slots: int
     calls: int
     greedy: int
-    traced: int  # base ids written in the trace, few because its file grows with each step
 
 
-FULL = Sizes(512, 256, ("512+256", "2048+256"), 5, 2048, 20, 96, 48)
-TINY = Sizes(16, 4, ("16+4", "20+4"), 1, 32, 1, 2, 4)
+FULL = Sizes(512, 256, ("512+256", "2048+256"), 5, 2048, 20, 96)
+TINY = Sizes(16, 4, ("16+4", "20+4"), 1, 32, 1, 2)
 
 
 def shape_configs(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -282,21 +281,6 @@ def whole_request_records(flags: list[str]) -> Iterator[Record]:
         yield record
 
 
-def run_trace(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
-    ids = read_base_ids(args, plan.context + plan.traced)
-    cases.run("traces", partial(trace_records, args, plan, ids))
-
-
-def trace_records(args: argparse.Namespace, plan: Sizes, ids: list[int]) -> Iterator[Record]:
-    from .step_timing import trace_request
-
-    model = {"name": shape_name(args, "phi-3.5-mini"), "precision": "16", "weights": "random"}
-    for engine, rows in engines_with_rows(args, "phi-3.5-mini", "16"):
-        if rows == "warm":
-            found = trace_request(engine, ids, plan.context, args.out, f"trace-{engine.name}")
-            yield make_record("trace", model=model, **found, device=engine.device)
-
-
 def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
     from .targets import judge_targets
 
@@ -323,6 +307,5 @@ PARTS: dict[str, Callable[[argparse.Namespace, Sizes, CaseRunner], None]] = {  #
     "generate": run_generate,
     "kernels": run_kernels,
     "others": run_other_engines,
-    "trace": run_trace,
     "summary": write_summary,
 }

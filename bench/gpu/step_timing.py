@@ -1,17 +1,9 @@
-"""Times prefill and single steps of mlx_zip's engine on PyTorch at a fixed context, without the rest of a request.
-
-Also traces a request with PyTorch's profiler.
-"""
+"""Times prefill and single steps of mlx_zip's engine on PyTorch at a fixed context, without the rest of a request."""
 
 from __future__ import annotations
 
-import gzip
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-from torch.profiler import ProfilerActivity, profile
 
 from mlx_zip.bench.engines.cuda_engines import (
     ReplayedSteps,
@@ -23,10 +15,6 @@ from mlx_zip.bench.engines.device_clock import DeviceClock, wait_for_device
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.codec import compress_next
 from mlx_zip.codec.ids import as_ids
-from mlx_zip.cuda.kernels.dispatch import force_implementation
-from mlx_zip.cuda.model import CudaModel
-
-from .kernel_launches import LaunchCounts, count_step_costs
 
 
 def time_steps(
@@ -77,40 +65,3 @@ def time_one_trial(
     steps.stop()
     kv = round(engine.kv_bytes * (len(ids) + len(forced) / 2))
     return len(ids), {"weights": engine.weight_bytes, "kv": kv, "rows": installed_row_bytes(batch)}
-
-
-def trace_request(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:
-    """Runs a request untraced, then traced, and writes the trace to folder/name.json.gz.
-
-    Returns the counted launches and bytes of a warm step, and the engine's layers and weight bytes.
-    """
-    prompt, continuation = text[:context], text[context:]
-    device = engine.model.device
-    engine.run(prompt, len(continuation), continuation)  # captures graphs
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities) as found:
-        engine.run(prompt, len(continuation), continuation)
-        wait_for_device(device)
-    write_compressed_trace(found, folder / f"{name}.json")
-    return {
-        "engine": engine.name,
-        "launches": count_warm_step(engine.model).record(),
-        "layers": engine.model.folder.decoder.layers,
-        "weight_bytes": engine.weight_bytes,
-    }
-
-
-def count_warm_step(model: CudaModel) -> LaunchCounts:
-    """Returns the launches of a warm step. Runs the kernels' references, because only for these are the bytes exact.
-
-    Of a Triton kernel, all bytes of each tensor would count, although the kernel may read only some rows.
-    """
-    with force_implementation("reference"):
-        return count_step_costs(model).warm
-
-
-def write_compressed_trace(found: Any, path: Path) -> None:
-    found.export_chrome_trace(str(path))
-    with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
-        shutil.copyfileobj(plain, packed)
-    path.unlink()

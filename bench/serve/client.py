@@ -1,7 +1,6 @@
 """A small HTTP client on raw sockets that records when each event of a streamed answer arrives.
 
-It talks to servers on this machine, one request per connection. A `Dialect` knows a request's path and body, and reads
-text and usage from the answer.
+It talks to servers on this machine, one request per connection, in the dialect of chat completions.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,29 +36,24 @@ async def send_request(
     path: str,
     body: Any = None,
     *,
-    leave_after: int | None = None,
     timeout_s: float = 120.0,
-    method: str | None = None,
 ) -> Reply:
-    """Sends a request to 127.0.0.1 and returns the reply; by default a POST of JSON, or a GET if there is no body.
+    """Sends a request to 127.0.0.1 and returns the reply: a POST of `body` as JSON, or a GET if there is no body.
 
-    body: a value to send as JSON, or bytes to send unchanged. leave_after: close the connection after this many events
-    of a streamed answer. Raises `MlxZipError` if no complete answer arrives within timeout_s seconds.
+    Raises `MlxZipError` if no complete answer arrives within timeout_s seconds.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await send_without_time_limit(
-                port, path, body, leave_after, method or ("GET" if body is None else "POST")
-            )
+            return await send_without_time_limit(port, path, body)
     except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError) as error:
         raise MlxZipError(f"{path} on port {port}: no whole answer ({type(error).__name__}: {error})") from error
 
 
-async def send_without_time_limit(port: int, path: str, body: Any, leave_after: int | None, method: str) -> Reply:
+async def send_without_time_limit(port: int, path: str, body: Any) -> Reply:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         sent = time.perf_counter()
-        writer.write(request_bytes(port, path, body, method))
+        writer.write(request_bytes(port, path, body))
         await writer.drain()
         reply = await read_head(reader)
         parts = (
@@ -71,8 +65,6 @@ async def send_without_time_limit(port: int, path: str, body: Any, leave_after: 
             async with aclosing(read_event_data(parts)) as lines:
                 async for line in lines:
                     reply.events.append((time.perf_counter() - sent, line))
-                    if len(reply.events) == leave_after:
-                        break
         else:
             reply.body = parse_json_or_text(b"".join([part async for part in parts]))
         reply.seconds = time.perf_counter() - sent
@@ -81,10 +73,10 @@ async def send_without_time_limit(port: int, path: str, body: Any, leave_after: 
         writer.close()
 
 
-def request_bytes(port: int, path: str, body: Any, method: str) -> bytes:
-    content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+def request_bytes(port: int, path: str, body: Any) -> bytes:
+    content = b"" if body is None else json.dumps(body).encode()
     head = [
-        f"{method} {path} HTTP/1.1",
+        f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
         f"Host: 127.0.0.1:{port}",
         "Content-Type: application/json",
         f"Content-Length: {len(content)}",
@@ -128,105 +120,21 @@ def parse_json_or_text(text: bytes) -> Any:
         return text.decode("utf-8", "replace")
 
 
-# ---- dialects: the APIs that the server offers
-
-Messages = Sequence[Mapping[str, str]]
+# ---- chat completions
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """How to write a request in a dialect, and how to read the answer.
-
-    body(messages, max_tokens, stream) makes a greedy request, to which the caller adds the model's name. text(reply)
-    and usage(reply) read the answer: its text, and its base tokens as (prompt, of these cached, answer).
-    """
-
-    name: str
-    path: str
-    body: Callable[[Messages, int, bool], dict[str, Any]]
-    text: Callable[[Reply], str]
-    usage: Callable[[Reply], tuple[int, int, int]]
-
-
-def _chat_body(messages: Messages, max_tokens: int, stream: bool) -> dict[str, Any]:
-    body = {"messages": list(messages), "max_tokens": max_tokens, "temperature": 0}
-    return body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
-
-
-def _chat_text(reply: Reply) -> str:
-    if not reply.events:
-        return reply.body["choices"][0]["message"]["content"] or ""
+def chat_text(reply: Reply) -> str:
+    """Returns the text of a streamed chat completion."""
     choices = [choice for _, event in reply.events if isinstance(event, dict) for choice in event.get("choices", ())]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-def _chat_usage(reply: Reply) -> tuple[int, int, int]:
-    found = reply.body["usage"] if not reply.events else last_event_with(reply, "usage")["usage"]
-    cached = (found.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return found["prompt_tokens"], cached, found["completion_tokens"]
-
-
-def _responses_body(messages: Messages, max_tokens: int, stream: bool) -> dict[str, Any]:
-    return {
-        "input": list(messages),
-        "max_output_tokens": max_tokens,
-        "temperature": 0,
-        "stream": stream,
-        "store": False,
-    }
-
-
-def final_response_object(reply: Reply) -> dict[str, Any]:
-    """Returns the response object of an answer; of a streamed answer, from its last event."""
-    return reply.body if not reply.events else last_event_with(reply, "response")["response"]
-
-
-def _responses_text(reply: Reply) -> str:
-    items = [item for item in final_response_object(reply)["output"] if item["type"] == "message"]
-    return "".join(part["text"] for item in items for part in item["content"])
-
-
-def _responses_usage(reply: Reply) -> tuple[int, int, int]:
-    found = final_response_object(reply)["usage"]
-    return found["input_tokens"], found["input_tokens_details"]["cached_tokens"], found["output_tokens"]
-
-
-def _anthropic_body(messages: Messages, max_tokens: int, stream: bool) -> dict[str, Any]:
-    return {
-        "messages": list(messages),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": stream,
-    }
-
-
-def _anthropic_text(reply: Reply) -> str:
-    if not reply.events:
-        return "".join(block.get("text", "") for block in reply.body["content"])
-    deltas = [event["delta"] for _, event in reply.events if event.get("type") == "content_block_delta"]
-    return "".join(delta.get("text", "") for delta in deltas)
-
-
-def _anthropic_usage(reply: Reply) -> tuple[int, int, int]:
-    """Returns the usage of a message, with cached tokens added to `input_tokens`, which do not include them."""
-    found: dict[str, Any] = {}
-    for part in [reply.body] if not reply.events else [event for _, event in reply.events]:
-        found |= (part.get("message") or part).get("usage") or {}
-    cached = found.get("cache_read_input_tokens") or 0
-    return found["input_tokens"] + cached, cached, found["output_tokens"]
-
-
-def last_event_with(reply: Reply, key: str) -> dict[str, Any]:
-    return next(event for _, event in reversed(reply.events) if isinstance(event, dict) and event.get(key))
-
-
-CHAT = Dialect("chat completions", "/v1/chat/completions", _chat_body, _chat_text, _chat_usage)
-RESPONSES = Dialect("responses", "/v1/responses", _responses_body, _responses_text, _responses_usage)
-MESSAGES = Dialect("messages", "/v1/messages", _anthropic_body, _anthropic_text, _anthropic_usage)
-DIALECTS = (CHAT, RESPONSES, MESSAGES)
-
-
-# ---- sending a request, and the times of its answer
+def answered_tokens(reply: Reply) -> int:
+    """Returns the base tokens of a streamed chat completion, as the server counts them."""
+    found = next(
+        event["usage"] for _, event in reversed(reply.events) if isinstance(event, dict) and event.get("usage")
+    )
+    return found["completion_tokens"]
 
 
 async def served_model_name(port: int) -> str:
@@ -245,21 +153,22 @@ class AskedServer:
     port: int
     model: str
 
-    async def answer(self, content: str, max_tokens: int, dialect: Dialect = CHAT) -> Reply:
-        """Returns the streamed answer to one message."""
-        body = dialect.body([{"role": "user", "content": content}], max_tokens, True) | {"model": self.model}
-        return await send_request(self.port, dialect.path, body)
-
-
-def text_times(reply: Reply) -> list[float]:
-    """Returns when each piece of text of a streamed chat completion arrived, in seconds after the request."""
-    return [
-        seconds
-        for seconds, event in reply.events
-        if isinstance(event, dict) and any(one["delta"].get("content") for one in event.get("choices") or ())
-    ]
+    async def answer(self, content: str, max_tokens: int) -> Reply:
+        """Returns the greedy streamed answer to one message."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return await send_request(self.port, "/v1/chat/completions", body)
 
 
 def first_text_s(reply: Reply) -> float:
     """Returns the seconds from the request to a streamed chat completion's first text; without text, to its end."""
-    return next(iter(text_times(reply)), reply.seconds)
+    for seconds, event in reply.events:
+        if isinstance(event, dict) and any(one["delta"].get("content") for one in event.get("choices") or ()):
+            return seconds
+    return reply.seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -87,14 +86,6 @@ class ServerProcess:
         self._log.seek(0)
         lines = self._log.read().decode("utf-8", "replace").split("\n")
         return next((line for line in reversed(lines) if line.strip()), "nothing printed")
-
-    def resident_bytes(self) -> int | None:
-        """Returns the process's resident memory in bytes; None if the system has no /proc."""
-        try:
-            pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        except FileNotFoundError:
-            return None
-        return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_port() -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.models.loading import load
 from mlx_zip.named import resolve_model_name
 
-from .client import CHAT, DIALECTS, AskedServer, Dialect, Reply, first_text_s, send_request, served_model_name
+from .client import AskedServer, Reply, answered_tokens, chat_text, first_text_s, served_model_name
 from .server_process import ServerProcess, serve_command
 
 
@@ -71,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
             "streams": measure_many_streams(asked, args),
             "two_prompts": measure_two_prompts(asked["zip"], args),
         }
-    figures["second_turn"] = cached_shares_of_later_turns(args.model)
     record = {
         "bench": "serve",
         "model": {"zip": models.name, "base": Path(args.base).name, "precision": models.precision},
@@ -106,7 +104,7 @@ def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: arg
 
     found = run_in_turns({"served": ask, "here": generate_here}, args.trials, "One stream")
     replies, here = found["served"], found["here"]
-    served = [CHAT.usage(reply)[2] / reply.seconds for reply in replies]
+    served = [answered_tokens(reply) / reply.seconds for reply in replies]
     late = [1000 * (first_text_s(reply) - server_reported_figures(reply)["first_id_s"]) for reply in replies]
     overhead = [b / a - 1 for a, b in zip(served, here, strict=True)]
     return {
@@ -141,7 +139,7 @@ def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namesp
         wait_and_free_memory()
         texts = [request_of_trial(trial * args.streams + i) for i in range(args.streams)]
         replies, seconds = asyncio.run(ask_all(asked[name], texts, args.max_tokens, way == "streams"))
-        return sum(CHAT.usage(reply)[2] for reply in replies) / seconds, unfairness_ratio(replies)
+        return sum(answered_tokens(reply) for reply in replies) / seconds, unfairness_ratio(replies)
 
     pairs = product(asked, ("one_stream", "streams"))
     runs = run_in_turns({pair: partial(run, *pair) for pair in pairs}, args.trials, "Streams")
@@ -174,7 +172,7 @@ def unfairness_ratio(replies: Sequence[Reply]) -> float:
     lengths = []
     for reply in replies:
         until = [pair for pair in reply.events if pair[0] <= ended]
-        lengths.append(len(CHAT.text(Reply(200, events=until))) if until else 0)
+        lengths.append(len(chat_text(Reply(200, events=until))) if until else 0)
     return max(lengths) / max(min(lengths), 1)
 
 
@@ -193,52 +191,8 @@ def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[st
     return {f"{name}_s": summarize_samples(s) for name, s in found.items()} | {"ratio": summarize_samples(ratios)}
 
 
-# ---- later turns of long chats
-
 STORY = "Once upon a time there was a {} who wanted to find {}. "  # the sentence of long prompts
 THINGS = ("the sea", "a red kite", "the old bridge", "some honey", "a quiet place", "the moon", "a green door", "home")
-WORDS, TOKENS = 1500, 48  # words of the first message, about 2,000 base tokens; base tokens of each answer
-MOMENTS = (  # (moment, signal that ends the server afterwards)
-    ("second turn", signal.SIGTERM),
-    ("after a restart", signal.SIGKILL),
-    ("after kill -9", signal.SIGTERM),
-)
-
-
-def cached_shares_of_later_turns(model: str) -> dict[str, dict[str, float]]:
-    """Returns, for each moment and dialect, the share of the prompt's base tokens that was cached.
-
-    The moments: the second turn of a chat, the third after a restart of the server, and the fourth after the server was
-    killed by SIGKILL and started again.
-    """
-    found: dict[str, dict[str, float]] = {}
-    chats = [Conversation(dialect, number) for number, dialect in enumerate(DIALECTS)]
-    with TemporaryDirectory() as folder:
-        for moment, by in MOMENTS:
-            with ServerProcess(serve_command(model, Path(folder) / "sessions")) as server:
-                if moment == "second turn":
-                    for chat in chats:
-                        asyncio.run(chat.ask(server.port))
-                found[moment] = {chat.dialect.name: asyncio.run(chat.ask(server.port)) for chat in chats}
-                server.stop_with(by)
-    return found
-
-
-class Conversation:
-    """A conversation in one dialect that begins with a long message."""
-
-    def __init__(self, dialect: Dialect, number: int) -> None:
-        self.dialect = dialect
-        self.messages: list[dict[str, str]] = [{"role": "user", "content": long_prompt(WORDS, 1000 + number)}]
-
-    async def ask(self, port: int) -> float:
-        name = await served_model_name(port)
-        body: dict[str, Any] = self.dialect.body(self.messages, TOKENS, True) | {"model": name}
-        reply: Reply = await send_request(port, self.dialect.path, body)
-        prompt, cached, _ = self.dialect.usage(reply)
-        self.messages.append({"role": "assistant", "content": self.dialect.text(reply)})
-        self.messages.append({"role": "user", "content": "Tell me more."})
-        return cached / prompt
 
 
 def long_prompt(words: int, number: int) -> str:

@@ -1,1 +1,1 @@
-"""The cost of one decoding step: its parts, its launches, and estimates for a Mac."""
+"""The cost of one decoding step: its parts, and where the host waits."""

@@ -38,7 +38,6 @@ from mlx_zip.bench.records import table
 from mlx_zip.device import default_device_is_gpu
 from mlx_zip.progress import ProgressBar
 
-from .launches import PROMPT, count_step_launches
 from .tracer import CPU, OURS, PARTS, ZIP_HOOKS, Seconds, Tracer, seconds_of_parts
 
 SCHEMA = 3
@@ -160,15 +159,6 @@ class StepProfiler:
         chosen = AHEAD[self.args.ahead]
         return default_device_is_gpu() if chosen is None else chosen
 
-    def _count_launches(self, workload: Workload, untraced: Run) -> dict[str, Any] | None:
-        """Returns the launches per step, counted on the last ids of the prompt and the ids written.
-
-        Returns None if the text is too short. untraced: mlx_zip's last run.
-        """
-        text = [*workload.turns[0].prompt[-PROMPT:], *untraced.base_ids]
-        counted = count_step_launches(self.models, text, self.args.rows)
-        return counted.record() if counted else None
-
     def _make_record(self, workload: Workload, untraced: Run, ways: dict[str, StepTimes]) -> dict[str, Any]:
         turn, host, apart = workload.turns[0], ways["mlx-zip traced"], ways["mlx-zip apart"]
         ours, ours_cpu = (np.sum([host.parts[part + clock] for part in OURS], axis=0) for clock in ("", CPU))
@@ -192,7 +182,6 @@ class StepProfiler:
                 "base_tokens": len(untraced.base_ids),
             },
             "second_bodies": round_to_five_digits(untraced.second_bodies / len(untraced.times)) if self.ahead else None,
-            "launches": self._count_launches(workload, untraced),
             "unit": "us per step",
             "steps": {name: summarize_us(way.whole, way.medians) for name, way in ways.items()},
             "ratio": {
@@ -260,6 +249,8 @@ def step_parts_table(record: dict[str, Any]) -> str:
     totals = [f"{sum(figure[name]['mean'] for figure in parts.values()):.0f}" for name in CLOCKS]
     rows.append(["all", *(cell for total in totals for cell in (total, "")), "a step, under the clocks"])
     medians = ", ".join(f"{name} {figure['median']:.0f}" for name, figure in steps.items())
+    bodies = record["second_bodies"]
+    twice = "" if bodies is None else f" Steps that ran the body twice: {bodies:.1%}."
     size = f"{record['workload']['prompt_tokens']}+{record['workload']['tokens']}"
     header = ["part", "host mean", "median", "of it CPU mean", "median", "apart mean", "median", ""]
     return (
@@ -267,14 +258,5 @@ def step_parts_table(record: dict[str, Any]) -> str:
         f"{table(header, rows)}\n\n"
         f"Median steps: {medians}. Ratio to mlx-lm's at the same KV length: {record['ratio']['median']:.3f}. "
         f"Host work of mlx_zip: {record['ours_cpu_us']['median']:.0f} (90 %: {record['ours_cpu_us']['p90']:.0f}), "
-        f"by the wall's clock {record['ours_us']['median']:.0f}.{launch_and_body_counts(record)}\n"
+        f"by the wall's clock {record['ours_us']['median']:.0f}.{twice}\n"
     )
-
-
-def launch_and_body_counts(record: dict[str, Any]) -> str:
-    found = ""
-    if record.get("second_bodies") is not None:
-        found += f" Steps that ran the body twice: {record['second_bodies']:.1%}."
-    if launches := record.get("launches"):
-        found += f" Launches per step on a GPU: {launches['mlx-zip']:g}, mlx-lm's {launches['mlx-lm']:g}."
-    return found

@@ -118,11 +118,11 @@ class Tracer:
     """Context manager: adds up seconds by part in `totals`, and appends a copy of `totals` to `marks` at each id.
 
     A mark also holds the readings of the two clocks, as `at` and `at` + CPU. apart: evaluate the arrays of each part
-    before the next part begins. mark: the function that is called once per emitted id, in the timed thread.
+    before the next part begins.
     """
 
-    def __init__(self, hooks: tuple[Hook, ...], apart: bool = False, mark: Hook = STEP) -> None:
-        self.hooks, self.apart, self.mark = hooks, apart, mark
+    def __init__(self, hooks: tuple[Hook, ...], apart: bool = False) -> None:
+        self.hooks, self.apart = hooks, apart
         self.totals: Seconds = defaultdict(float)
         self.marks: list[Seconds] = []
         # for each running wrapped call: (wall, processor) seconds of the wrapped calls inside it
@@ -130,14 +130,14 @@ class Tracer:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Tracer:
-        hooks = [(hook, hook.find_owner()) for hook in (*self.hooks, self.mark)]  # finds all before wrapping any
+        hooks = [(hook, hook.find_owner()) for hook in (*self.hooks, STEP)]  # finds all before wrapping any
         for hook, home in hooks:
             before = getattr(home, hook.name)
             self._undo.append((home, hook.name, before))
             setattr(
                 home,
                 hook.name,
-                self._wrap_with_marks(before) if hook is self.mark else self._wrap_with_clocks(hook, before),
+                self._wrap_with_marks(before) if hook is STEP else self._wrap_with_clocks(hook, before),
             )
         return self
 

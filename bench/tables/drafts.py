@@ -54,17 +54,6 @@ def greedy_table(records: Records) -> str:
     return table(["model", "text", "", "texts", *("no drafts" if way == "off" else way for way in WAYS)], rows)
 
 
-def chips_table(records: Records) -> str:
-    """Returns steps/s with `auto` divided by steps/s without drafts, computed from published costs of a pass."""
-    found, rows = list(group_by_kind(records.lines(PASSES))), []
-    chips = list(found[0][2][0]["gains"])
-    for model, kind, *both in found:
-        for name, lines in zip(("plain", "zip"), both, strict=True):
-            gains = [pooled_gain(lines, [line["gains"][chip] for line in lines]) for chip in chips]
-            rows.append([model, kind, name, *(f"{gain:.2f}" for gain in gains)])
-    return table(["model", "text", "", *chips], rows)
-
-
 def host_table(records: Records) -> str:
     """Returns the host's processor us per emitted id, with `lookup`, and with `auto` at costs where drafts never gain.
 
@@ -127,7 +116,6 @@ TABLES = {
     "drafts-passes": passes_table,
     "drafts-greedy": greedy_table,
     "drafts-host": host_table,
-    "drafts-chips": chips_table,
     "drafts-time": lambda records: time_table(records.lines(TIME)),
     "drafts-float32": lambda records: time_table(records.lines(FLOAT32)),
     "drafts-records": lambda records: machines_table(records, (PASSES, GREEDY, TIME, FLOAT32)),

@@ -11,7 +11,6 @@ from typing import Any
 
 from mlx_zip.bench.generation.ratios import Ratio, figure_ratio, median_with_interval, paired_ratio
 from mlx_zip.bench.records import Record, Records, libraries_cell, machines_table, table
-from mlx_zip.bench.serve.client import DIALECTS
 
 PROFILES = {  # name of a row -> record of `bench profile`
     "bundled model, 8 bit, rows cold": "profile-stories-cold",
@@ -112,16 +111,15 @@ def published_package_table(records: Records) -> str:
 
 
 def step_parts_table(records: Records) -> str:
-    before, after, bundled = map(records.only_record, ("profile-before", "profile-warm", "profile-stories"))
-    profiles = (before, after, bundled)
+    profiles = [records.only_record(file) for _, file in HOST]
     rows = [["step over mlx-lm's at equal KV length", *(f"{step_time_ratio(record).value:.2f}" for record in profiles)]]
     rows.append(["rows, apart", *(median_us(record["parts"]["rows"]["apart_us"]) for record in profiles)])
     for name, part in HOST_PARTS.items():
         rows.append([name, *(median_us(record["parts"][part]["host_us"]) for record in profiles)])
     rows.append(["host work of mlx_zip, by the wall's clock", *(median_us(record["ours_us"]) for record in profiles)])
-    rows.append(["host work of mlx_zip, processor time", "-", *(median_us(r["ours_cpu_us"]) for r in profiles[1:])])
+    rows.append(["host work of mlx_zip, processor time", *(median_us(record["ours_cpu_us"]) for record in profiles)])
     rows.append(["preloaded; BLAS", *map(libraries_cell, profiles)])
-    return table(["us per step, median", "before", "after", "bundled model"], rows)
+    return table(["us per step, median", *(name for name, _ in HOST)], rows)
 
 
 def median_us(figure: Mapping[str, float]) -> str:
@@ -158,7 +156,7 @@ def bundled_speed_table(records: Records) -> str:
 
 
 def record_machines_table(records: Records) -> str:
-    names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before", "rows"]
+    names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values()]
     return machines_table(records, sorted((*names, STORIES, BATCH, SERVE, "codec")))
 
 
@@ -291,14 +289,6 @@ TARGETS = (
         )
         for name, f in HOST
     ),
-    Target(
-        "a lookup among 1 M stored rows of width 256",
-        2,
-        lambda r: r.only_record("rows")["lookup_first_us_per_row"]["median"],
-        "rows",
-        unit=" us",
-    ),
-    Target("opening them", 200, lambda r: r.only_record("rows")["open_ms"]["median"], "rows", unit=" ms"),
 )
 
 
@@ -309,12 +299,10 @@ def targets_table(records: Records) -> str:
 # ---- the table of `bench batch`
 
 KINDS = ("base", "zip")  # plain model, model with hypertokens
-SCOPES = {"whole": "whole requests", "all_open": "while all rows are open"}  # section of the figures: name in the table
 HEADS = (
     "model",
     "hyper rows",
     "requests",
-    "base tokens/s over",
     "one stream",
     "batch",
     "gain of batching",
@@ -324,28 +312,24 @@ HEADS = (
 
 
 def batch_table(records: Sequence[Record]) -> str:
-    """Returns a table with a row per record, model and scope of the figures; intervals are 95 %."""
+    """Returns a table with a row per record and model; intervals are 95 %."""
     return table(HEADS, [row for record in records for row in batch_rows(record)])
 
 
 def batch_rows(record: Record) -> list[list[str]]:
-    rows = []
-    for scope, name in SCOPES.items():
-        figures = record["figures"][scope]
-        for kind in KINDS if figures else ():
-            gain, setting = figures[kind]["gain"], record["setting"]
-            rows.append(
-                [
-                    f"`{record['model'][kind]}`",
-                    setting["rows"] if kind == "zip" else "-",
-                    str(setting["requests"]),
-                    name,
-                    *(f"{figures[kind][way]['median']:,.0f}" for way in ("one_stream", "batch")),
-                    interval_cell(gain),
-                    interval_cell(figures["quotient"]) if kind == "zip" else "-",
-                    libraries_cell(record),
-                ]
-            )
+    rows, figures, setting = [], record["figures"]["whole"], record["setting"]
+    for kind in KINDS:
+        rows.append(
+            [
+                f"`{record['model'][kind]}`",
+                setting["rows"] if kind == "zip" else "-",
+                str(setting["requests"]),
+                *(f"{figures[kind][way]['median']:,.0f}" for way in ("one_stream", "batch")),
+                interval_cell(figures[kind]["gain"]),
+                interval_cell(figures["quotient"]) if kind == "zip" else "-",
+                libraries_cell(record),
+            ]
+        )
     return rows
 
 
@@ -354,8 +338,6 @@ def interval_cell(figure: Mapping[str, Any]) -> str:
 
 
 # ---- the table of `bench serve`
-
-LEAST_CACHED = 0.95  # minimum cached share of a later turn's prompt
 
 
 def serving_row(name: str, value: float, form: str, bound: float | None = None, most: bool = True) -> list[str]:
@@ -381,11 +363,6 @@ def serving_rows(record: Mapping[str, Any]) -> Iterator[list[str]]:
         "two prompts: time to first text over one's", figures["two_prompts"]["ratio"]["median"], "{:.2f}", 2.2
     )
     yield from stream_rows(f"{record['setting']['streams']} streams", figures["streams"])
-    for when, shares in figures["second_turn"].items():
-        for dialect in DIALECTS:
-            yield serving_row(
-                f"cached, {when}, {dialect.name}", shares[dialect.name], "{:.1%}", LEAST_CACHED, most=False
-            )
 
 
 def stream_rows(name: str, servers: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -1,8 +1,7 @@
 """The tables and the picture of docs/reports/smollm2.md.
 
-The records are `smollm2`, from `recipes/smollm2` (stages `measure` and `frontier`; its part on the trainer comes from
-`bench training`; its parts `growth` and `readers` were written by hand), and `smollm2-speed` and `smollm2-mlx-lm`, from
-`bench generate`.
+The records are `smollm2`, from `recipes/smollm2` (stages `measure` and `frontier`; its parts `trainer`, `growth` and
+`readers` were written by hand), and `smollm2-speed` and `smollm2-mlx-lm`, from `bench generate`.
 """
 
 from __future__ import annotations

@@ -19,13 +19,11 @@ from typing import Any
 import mlx_zip
 from mlx_zip.cli.actions import checked_output_path
 from mlx_zip.device import disable_tf32
-from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_file
 from mlx_zip.selftest.checks import PACKAGES, Check, check_codec, check_models
 from mlx_zip.selftest.speed import TOTAL_S, measure_rough_speeds, measure_steps
 
-SCHEMA = 1  # version of the JSON file's format
-MOST_REST_S = 3600
+SCHEMA = 2  # version of the JSON file's format
 _MARKS = {True: "ok", False: "FAILED", None: "measured"}
 
 
@@ -37,19 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="mlx_zip_selftest.md",
         help="Markdown report to write; a file of this name ending in .json gets the figures (default: %(default)s)",
     )
-    add(
-        "--rest",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="longest rest before a first id is timed; the others are 0 and 2 seconds (default: %(default)g)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Checks, measures, writes the report and prints its path; returns 0 if every check passed, else 1."""
-    if not 0 <= args.rest <= MOST_REST_S:
-        raise DataError(f"--rest must be from 0 to {MOST_REST_S}, got {args.rest:g}")
     disable_tf32()  # because the recorded results are float32; must come before MLX computes anything
     ends = time.monotonic() + TOTAL_S
     out = checked_output_path("--out", args.out)
@@ -62,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             *check_models(golden, Path(folder)),
             *measure_rough_speeds(golden, Path(folder)),
         ]
-    checks += measure_steps(ends, data, args.rest)
+    checks += measure_steps(ends, data)
     failed = [check for check in checks if check.passed is False]
     with atomic_file(out) as partial:
         partial.write_text(markdown_report(checks), encoding="utf-8")

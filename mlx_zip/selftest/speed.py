@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -103,11 +102,10 @@ def _measure_step_time(folder: Path) -> str:
 # ---- steps
 
 
-def measure_steps(ends: float, data: dict[str, Any], rest_s: float) -> list[Check]:
+def measure_steps(ends: float, data: dict[str, Any]) -> list[Check]:
     """Measures step times of three models relative to mlx-lm's, bandwidth, host work per step and machine state.
 
     ends: value of `time.monotonic()` at which the command should end. data: all figures are added to it, by part.
-    rest_s: the longest rest before a first id, in seconds.
     """
     bench, state = (
         import_module("mlx_zip.bench.steps.selftest_steps"),
@@ -119,7 +117,7 @@ def measure_steps(ends: float, data: dict[str, Any], rest_s: float) -> list[Chec
         *_check_steps("stories", bench.measure_bundled_model, bench.report_lines, _seconds_left(ends, STORIES_S), data),
         *_check_steps("smollm2", bench.measure_smollm2, bench.report_lines, _seconds_left(ends, SMOLLM2_S), data),
         *_check_steps("1B, 4 bit", bench.measure_random_shape, bench.report_lines, _seconds_left(ends, SHAPE_S), data),
-        *_check_steps("host", partial(bench.measure_host_parts, rest_s), bench.host_parts.report_lines, HOST_S, data),
+        *_check_steps("host", bench.measure_host_parts, bench.host_report_lines, HOST_S, data),
     ]
     data["state_after"] = state()
     data["surroundings"] = import_module("mlx_zip.bench.recording").environment_fields()

@@ -32,11 +32,6 @@ class Vocabulary:
     def __repr__(self) -> str:
         return f"Vocabulary({self.name!r}, size={self.size})"
 
-    def digit_ids(self) -> list[int]:
-        """Returns the ids whose text is digits only, ignoring spaces. zip2zip++ never merges these ids."""
-        texts = ((i, self.text_of(i).strip("▁ ")) for i in range(self.size))
-        return [i for i, text in texts if text.isascii() and text.isdigit()]
-
 
 def read_vocabulary(name: str | Path) -> Vocabulary:
     """Returns the vocabulary of a tokenizer file (`formats.KINDS`), a folder, a bundled model's name or a hub id.

@@ -33,13 +33,13 @@ def test_both_models_are_timed_in_both_ways_on_the_same_requests(capsys):
             assert len(found["figures"]["whole"][kind][way]["samples"]) == 1
     assert found["counts"]["base"]["batch"]["ids"] == 8
     assert "2 requests, trials: 1 after 1 warm-up" in err
-    assert "| `stories` | warm | 2 | whole requests |" in err
+    assert "| `stories` | warm | 2 |" in err
 
 
 @pytest.mark.parametrize("cold", [True, False])
 def test_cold_runs_begin_without_rows_of_earlier_ones(cold, monkeypatch):
     fresh = []
-    monkeypatch.setattr(batch, "answer_all_prompts", lambda *args: TimedRun(4, 8, 1.0, 4, 0.5))
+    monkeypatch.setattr(batch, "answer_all_prompts", lambda *args: TimedRun(4, 8, 1.0))
     engine = SimpleNamespace(forget_encoded_rows=lambda: fresh.append(1))
     batch.measure_batch_gain({"base": engine, "zip": engine}, [[1]], SimpleNamespace(trials=2, cold=cold, max_tokens=4))
     assert len(fresh) == (12 if cold else 0)
@@ -50,7 +50,7 @@ def test_the_ways_to_run_take_turns_in_going_first(monkeypatch):
 
     def run(engine, way, prompts, max_tokens):
         order.append((engine.name, way))
-        return TimedRun(4, 8, 1.0, 4, 0.5)
+        return TimedRun(4, 8, 1.0)
 
     monkeypatch.setattr(batch, "answer_all_prompts", run)
     engines = {name: SimpleNamespace(name=name) for name in ("base", "zip")}
@@ -76,27 +76,10 @@ def test_gains_and_their_quotient_are_taken_trial_by_trial():
     assert (found["quotient"]["low"], found["quotient"]["high"]) == (0.5, 1.0)
 
 
-def response(count, ends=None):
-    return SimpleNamespace(base_ids=[0] * count, finish_reason=ends)
-
-
-def test_steps_after_a_row_has_ended_count_only_in_whole_requests(monkeypatch):
-    clock = iter([10.0, 12.0, 13.0, 99.0])
-    monkeypatch.setattr(batch.time, "perf_counter", lambda: next(clock))
-    steps = [
-        [response(1), response(2)],
-        [response(3), response(1)],
-        [response(1, "stop"), response(4)],
-        [response(5)],
-        [response(6, "length")],
-    ]
-    found = time_responses([one for step in steps for one in step], 5.0, 2)
-    assert found == TimedRun(ids=8, base_tokens=23, seconds=94.0, open_tokens=9, open_seconds=3.0)
-
-
-def test_without_a_step_in_which_all_rows_are_open_these_figures_are_null():
-    runs = {(kind, way): [TimedRun(2, 2, 1.0)] for kind in ("base", "zip") for way in ("one_stream", "batch")}
-    assert batch.figures_while_all_rows_open(runs) is None
+def test_all_responses_count_until_the_longest_answer_ends(monkeypatch):
+    monkeypatch.setattr(batch.time, "perf_counter", lambda: 99.0)
+    found = time_responses([SimpleNamespace(base_ids=[0] * count) for count in (1, 2, 3, 1)], 5.0)
+    assert found == TimedRun(ids=4, base_tokens=7, seconds=94.0)
 
 
 @pytest.mark.parametrize("flag", ["--rows", "--trials", "--max-tokens"])
@@ -106,8 +89,8 @@ def test_numbers_that_cannot_be_are_refused_before_a_model_is_loaded(flag, monke
     assert f"{flag} must be at least" in capsys.readouterr().err
 
 
-def test_the_table_says_which_blas_was_preloaded_and_leaves_out_what_is_null():
+def test_the_table_says_which_blas_was_preloaded():
     lines = batch_table([tiny_bench.batch_record()]).splitlines()
     assert len(lines) == 4
     one = "1.00 (1.00 to 1.00)"
-    assert lines[-1] == f"| `stories` | cold | 8 | whole requests | 1 | 1 | {one} | {one} | libopenblas.so.0; libblas |"
+    assert lines[-1] == f"| `stories` | cold | 8 | 1 | 1 | {one} | {one} | libopenblas.so.0; libblas |"

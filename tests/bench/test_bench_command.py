@@ -22,12 +22,6 @@ def test_an_error_is_one_line(capsys):
     assert capsys.readouterr().err == "error: --trials must be at least 1, got 0\n"
 
 
-@pytest.mark.parametrize("flag", ["--rows", "--trials"])
-def test_a_bench_of_rows_without_a_row_or_trial_is_refused(flag, capsys):
-    assert main(["rows", flag, "0"]) == 2
-    assert capsys.readouterr().err == f"error: {flag} must be at least 1, got 0\n"
-
-
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_ctrl_c_in_a_module_that_python_runs_is_no_traceback(monkeypatch, capsys):
     def interrupted(*_):

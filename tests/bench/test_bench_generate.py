@@ -93,15 +93,14 @@ def test_requests_are_the_lines_of_a_file_that_are_not_empty(tmp_path):
     assert workloads.read_requests(tmp_path / "asked.txt") == ["Who?", "What?"]
 
 
-def test_texts_are_found_by_domain_held_out_ones_first(tmp_path):
-    (tmp_path / "code").mkdir()
-    for name in ("x.train.txt", "x.test.txt"):
-        (tmp_path / "code" / name).write_text("a")
-    assert [path.name for path in domain_files((), tmp_path, ["code"])["code"]] == ["x.test.txt"]
-    with pytest.raises(MlxZipError, match="no text in web/"):
-        domain_files((), tmp_path, ["web"])
+def test_texts_are_named_by_domain(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("a")
+    found = domain_files([f"code={tmp_path / 'a.txt'}", f"code={tmp_path / 'b.txt'}"])
+    assert [path.name for path in found["code"]] == ["a.txt", "b.txt"]
+    assert domain_files(()) == {"synthetic": []}
     with pytest.raises(MlxZipError, match="expected DOMAIN=FILE"):
-        domain_files([f"code={tmp_path / 'none'}"], None, ())
+        domain_files([f"code={tmp_path / 'none'}"])
 
 
 def test_a_chat_begins_once():
@@ -369,7 +368,6 @@ def test_without_a_counter_there_are_no_joules(tmp_path, monkeypatch):
         (["--warmup", "-1"], "--warmup must be at least 0"),
         (["--text", "code=none.txt"], "expected DOMAIN=FILE"),
         (["--text", f"={__file__}"], "expected DOMAIN=FILE"),
-        (["--data", "nowhere"], "no text in code/"),
         (["--tokenizer", "nowhere"], "nowhere: no folder with a tokenizer, no tokenizer file"),
         (["--model", "stories"], "name a model"),
     ],

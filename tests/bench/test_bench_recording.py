@@ -29,7 +29,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def bench(monkeypatch):
-    """Replaces `bench rows` by one that prints two records and returns `ends_with`; `runs` counts its runs."""
+    """Replaces `bench codec` by one that prints two records and returns `ends_with`; `runs` counts its runs."""
     made = SimpleNamespace(runs=0, ends_with=0)
 
     def run(args):
@@ -40,7 +40,7 @@ def bench(monkeypatch):
             raise made.ends_with
         return made.ends_with
 
-    monkeypatch.setattr("mlx_zip.bench.row_store.run", run)
+    monkeypatch.setattr("mlx_zip.bench.codec.run", run)
     return made
 
 
@@ -51,9 +51,9 @@ def numbers(file):
 def test_on_a_quiet_machine_the_records_are_printed_and_appended(machine, bench, tmp_path, capsys):
     machine(0.9)
     file = tmp_path / "records.jsonl"
-    assert main(["rows", "--record", str(file)]) == 0
+    assert main(["codec", "--record", str(file)]) == 0
     assert file.read_text() == capsys.readouterr().out
-    assert main(["rows", "--record", str(file)]) == 0
+    assert main(["codec", "--record", str(file)]) == 0
     assert numbers(file) == [1, 2, 1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
 
@@ -63,14 +63,14 @@ def test_a_recorded_bench_has_the_idle_share_that_it_was_allowed_for(machine, be
     recording.load_before_bench()  # an earlier command's
     machine(0.95)
     file = tmp_path / "records.jsonl"
-    assert main(["rows", "--record", str(file)]) == 0
+    assert main(["codec", "--record", str(file)]) == 0
     assert json.loads(file.read_text().splitlines()[0])["idle_share"] == 0.95
 
 
 def test_a_busy_machine_is_refused_before_anything_is_measured(machine, bench, tmp_path, capsys):
     machine(0.899)
     file = tmp_path / "records.jsonl"
-    assert main(["rows", "--record", str(file)]) == 2
+    assert main(["codec", "--record", str(file)]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "89.9% idle" in said
@@ -81,7 +81,7 @@ def test_a_busy_machine_is_refused_before_anything_is_measured(machine, bench, t
 
 def test_without_the_flag_a_busy_machine_prints_its_records(machine, bench, capsys):
     machine(0.0)
-    assert main(["rows"]) == 0
+    assert main(["codec"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
@@ -89,7 +89,7 @@ def test_without_the_flag_a_busy_machine_prints_its_records(machine, bench, caps
 def test_without_an_idle_share_the_load_average_decides(load, allowed, machine, bench, tmp_path, capsys):
     machine(None, load)
     file = tmp_path / "records.jsonl"
-    assert main(["rows", "--record", str(file)]) == (0 if allowed else 2)
+    assert main(["codec", "--record", str(file)]) == (0 if allowed else 2)
     assert file.exists() == allowed == (bench.runs == 1)
     assert allowed or "idle by the load average" in capsys.readouterr().err
 
@@ -100,7 +100,7 @@ def test_a_bench_that_does_not_end_well_adds_nothing(end, machine, bench, tmp_pa
     file, bench.ends_with = tmp_path / "records.jsonl", end
     file.write_text('{"number": 7}\n')
     try:
-        assert main(["rows", "--record", str(file)]) != 0
+        assert main(["codec", "--record", str(file)]) != 0
     except KeyboardInterrupt:
         assert isinstance(end, KeyboardInterrupt)
     assert bench.runs == 1
@@ -111,7 +111,7 @@ def test_a_last_line_without_an_end_is_kept_apart(machine, bench, tmp_path):
     machine(1.0)
     file = tmp_path / "records.jsonl"
     file.write_text('{"number": 7}')
-    assert main(["rows", "--record", str(file)]) == 0
+    assert main(["codec", "--record", str(file)]) == 0
     assert numbers(file) == [7, 1, 2]
 
 
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_take_records_is_refused_before_anything_is_measured(
     machine(1.0)
     (tmp_path / "text").write_text("a story")
     os.mkfifo(tmp_path / "pipe")
-    assert main(["rows", "--record", str(tmp_path / name)]) == 2
+    assert main(["codec", "--record", str(tmp_path / name)]) == 2
     assert words in capsys.readouterr().err
     assert bench.runs == 0
 
@@ -145,5 +145,5 @@ def test_every_bench_that_measures_time_has_the_flag_and_no_other():
 
 def test_help_shows_the_flag(capsys):
     with pytest.raises(SystemExit):
-        main(["rows", "--help"])
+        main(["codec", "--help"])
     assert "unless 90% of the processors' time is idle" in " ".join(capsys.readouterr().out.split())

@@ -61,7 +61,7 @@ def counts_of(line: dict, *setting: object) -> dict:
 
 def test_windows_run_across_documents_and_documents_do_not(pair, text):
     corpus = read_domains([f"web={text}"])["web"]
-    line = count_corpus(pair, corpus, [(50, 3, 16), (None, 3, 16)], [])
+    line = count_corpus(pair, corpus, [(50, 3, 16), (None, 3, 16)])
     documents = [np.array(pair.encode(document.text), np.uint32) for document in corpus.documents]
     stream = np.concatenate(documents)
     params = CodecParams(SIZE + 1, 16, 3, pad_id=SIZE)
@@ -96,12 +96,11 @@ def test_counts_are_the_published_codecs(pair, text):
     upstream = pytest.importorskip("zip2zip_compression")
     corpus = read_domains([f"web={text}"])["web"]
     settings = [(window, merge, size) for window in (40, None) for merge in (2, 3, 5) for size in (4, 2048)]
-    for disabled in ([], pair.digit_ids()):
-        line = count_corpus(pair, corpus, settings, disabled, upstream)
-        assert line["checked_against"].startswith("zip2zip_compression ")
-        pieces = [pair.encode(document.text) for document in corpus.documents]
-        theirs = upstream.LZWCompressor(SIZE + 1, 2048, 3, SIZE, [*disabled, SIZE])
-        assert counts_of(line, WHOLE, 3, 2048)["ids"] == sum(len(theirs.encode(list(ids))[0]) for ids in pieces)
+    line = count_corpus(pair, corpus, settings, upstream)
+    assert line["checked_against"].startswith("zip2zip_compression ")
+    pieces = [pair.encode(document.text) for document in corpus.documents]
+    theirs = upstream.LZWCompressor(SIZE + 1, 2048, 3, SIZE, [SIZE])
+    assert counts_of(line, WHOLE, 3, 2048)["ids"] == sum(len(theirs.encode(list(ids))[0]) for ids in pieces)
 
 
 def test_a_codec_that_gives_other_ids_is_told():
@@ -109,16 +108,6 @@ def test_a_codec_that_gives_other_ids_is_told():
     pieces = [np.array([1, 2, 3], np.uint32), np.array([1, 2, 1, 2], np.uint32)]
     with pytest.raises(MlxZipError, match=r"window 1 of 2 .* gives other ids"):
         bench.check_against_upstream(CodecParams(10, 8, 3, pad_id=9), pieces, SimpleNamespace(LZWCompressor=compressor))
-
-
-@pytest.mark.slow
-def test_digits_are_kept_from_merging_on_request(capsys, text, tmp_path):
-    vocabulary = write_pair(tmp_path)
-    flags = ["--tokenizers", vocabulary, "--text", f"math={text}:question+answer", "--windows", WHOLE, 10]
-    free, kept = (lines(capsys, *flags, *more)[0] for more in ([], ["--disabled", "digits"]))
-    assert (free["disabled_ids"], kept["disabled_ids"]) == (0, 12)
-    assert all(row[3] == kept["base_ids"] for row in kept["counts"])
-    assert min(row[3] for row in free["counts"]) < kept["base_ids"]
 
 
 def test_a_line_per_tokenizer_and_domain_says_what_was_measured(capsys, text, tmp_path):
@@ -199,7 +188,7 @@ def test_a_text_without_any_id_is_refused(pair, text):
     corpus = read_domains([f"web={text}"])["web"]
     silent = SimpleNamespace(name="silent", size=4, library="none", encode=lambda text: [])
     with pytest.raises(DataError, match="silent reads no ids"):
-        count_corpus(silent, corpus, [(8, 3, 8)], [])
+        count_corpus(silent, corpus, [(8, 3, 8)])
 
 
 def test_a_check_without_the_published_codec_says_what_to_install(monkeypatch):
@@ -219,5 +208,5 @@ def test_code_gains_what_the_paper_prints_and_as_much_as_the_published_codec(nam
     upstream = pytest.importorskip("zip2zip_compression")
     corpus = read_domains([f"code={TEXTS / 'code' / 'humanevalx.test.jsonl.gz'}"])["code"]
     vocabulary = read_vocabulary(SHARED / "tokenizers" / f"{name}.tiktoken.gz")
-    line = count_corpus(vocabulary, corpus, [(8192, 3, 2048)], [], upstream)
+    line = count_corpus(vocabulary, corpus, [(8192, 3, 2048)], upstream)
     assert low <= line["base_ids"] / counts_of(line, 8192, 3, 2048)["ids"] - 1 <= high

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mlx_zip.bench.gpu import kernel_timing as kernels  # noqa: E402
 from mlx_zip.cuda.devices import tensor_bytes  # noqa: E402
+from support.kernel_launches import counting_launches  # noqa: E402
 from support.tiny_bench import SHAPE  # noqa: E402
 
 CPU, CACHE = torch.device("cpu"), 40_000
@@ -56,6 +57,14 @@ def test_a_trial_has_as_many_calls_as_there_are_matrices(found):
     )
     assert (line["calls"], line["sets"]) == (case.sets, case.sets)
     assert case.sets > 2
+
+
+def test_a_call_moves_the_bytes_that_the_counter_of_launches_counts():
+    cases = [*kernels.kernel_cases(CONFIG, CPU, torch.float32, 8, 8, 0), *kernels.memory_control_cases(CPU, 16)]
+    for case in cases:
+        with counting_launches() as counted:
+            out = case.work("reference")
+        assert case.read + tensor_bytes(out) == counted.bytes, case.name
 
 
 def test_controls_stand_behind_the_products_that_they_are_compared_with(found):

@@ -34,14 +34,6 @@ def check_record(check, holds=True, **fields):
     return {"bench": "nvidia-checks", "check": check, "holds": holds, **fields}
 
 
-def trace_record(engine, launches, moved):
-    counted = {"launches": launches, "bytes": moved}
-    model = {"name": "phi-3.5-mini"}
-    return {"bench": "nvidia-trace", "engine": engine, "model": model, "layers": 32, "weight_bytes": 1000} | {
-        "launches": counted
-    }
-
-
 def whole_record(engine, text, **speeds):
     """A record of `bench generate` of one text, with these medians."""
     shape, precision, size = text.split()
@@ -84,7 +76,7 @@ def every_record():
         found += [check_record(f"two chunks equal one, {heads}, {dtype}") for dtype in ("float32", "bfloat16")]
     found += [check_record("logits of stories-base, bfloat16", value=0.006)]
     found += [{"bench": "nvidia-float64", "passed": 200, "failed": 0, "skipped": 3}]
-    return [*found, trace_record("torch-base", 230, 1100), trace_record("torch-zip", 236, 1112)]
+    return found
 
 
 def found_in(records, on_gpu=True):
@@ -112,9 +104,6 @@ FIGURES = {
     "logits in bfloat16 are within 1e-2": 0.006,
     "a prompt in two chunks gives what one chunk gives": 1.0,
     "kernels agree with float64 references": 1.0,
-    "a step launches at most 8 kernels per layer": 236 // 32,
-    "a warm step of torch-zip launches at most 8 more": 6,
-    "a warm step of torch-zip moves at most 1.5 % more bytes": 12 / 1000,
 }
 
 
@@ -176,9 +165,6 @@ def worse(record):
         record |= {"holds": False} | ({"value": 0.5} if "value" in record else {})
     elif kind == "nvidia-float64":
         record["failed"] = 1
-    elif kind == "nvidia-trace":
-        record["launches"] = {"launches": 900 if record["engine"] == "torch-zip" else 300, "bytes": 1100}
-        record["launches"]["bytes"] += 500 * (record["engine"] == "torch-zip")
     else:
         for name in ("base_tokens_per_s", "prefill_tokens_per_s", "end_to_end_tokens_per_s"):
             record["figures"][name]["median"] *= 0.1 if record["engine"] == "torch-zip" else 1

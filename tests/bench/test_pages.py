@@ -86,10 +86,10 @@ def test_what_stands_between_the_tables_stays(checkout):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda root: (root / "bench/records" / "rows.jsonl").unlink(), "there is no record rows.jsonl"),
-        (lambda root: (root / "bench/records" / "rows.jsonl").write_text("{"), "rows.jsonl: not JSON lines"),
-        (lambda root: (root / "bench/records" / "rows.jsonl").write_text(""), "rows.jsonl: 0 records, not one"),
-        (lambda root: (root / "bench/records" / "rows.jsonl").write_text("{}"), "its records have no"),
+        (lambda root: (root / "bench/records" / "serve.jsonl").unlink(), "there is no record serve.jsonl"),
+        (lambda root: (root / "bench/records" / "serve.jsonl").write_text("{"), "serve.jsonl: not JSON lines"),
+        (lambda root: (root / "bench/records" / "serve.jsonl").write_text(""), "serve.jsonl: 0 records, not one"),
+        (lambda root: (root / "bench/records" / "serve.jsonl").write_text("{}"), "its records have no"),
         (lambda root: (root / "bench/records" / "zip2zip.jsonl").write_text("{}"), "published: its records have no"),
         (lambda root: edit(root, "<!-- table: speed -->", "<!-- table: heat -->"), "no table named 'heat'"),
         (lambda root: edit(root, "<!-- end -->", ""), "not every"),
@@ -99,8 +99,8 @@ def test_what_stands_between_the_tables_stays(checkout):
         (lambda root: (root / "README.md").write_bytes(b"\xff"), "README.md is not valid UTF-8"),
         *(
             (
-                lambda root, text=text: (root / "bench/records" / "rows.jsonl").write_text(text),
-                "rows.jsonl: not JSON lines: each must be an object",
+                lambda root, text=text: (root / "bench/records" / "serve.jsonl").write_text(text),
+                "serve.jsonl: not JSON lines: each must be an object",
             )
             for text in ("[]", "3", "null", '"x"')
         ),
@@ -109,7 +109,10 @@ def test_what_stands_between_the_tables_stays(checkout):
         (lambda root: change(root, "profile-warm", samples=None), "do not hold what they should"),
         (lambda root: change(root, "profile-warm", samples=[float("nan")]), "NaN is no number"),
         (lambda root: change(root, "profile-warm", samples=[10**400]), "do not hold what they should"),
-        (lambda root: (root / "bench/records" / "rows.jsonl").write_text("[" * 200_000), "rows.jsonl: not JSON lines"),
+        (
+            lambda root: (root / "bench/records" / "serve.jsonl").write_text("[" * 200_000),
+            "serve.jsonl: not JSON lines",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_said_and_no_page_is_written(change, told, checkout, capsys):
@@ -243,9 +246,9 @@ def test_a_picture_is_the_same_for_the_same_figures_and_compared_only_with_its_o
 def test_a_name_that_two_folders_use_for_a_record_is_an_error(checkout, capsys):
     other = checkout / "bench/papers/packs/records"
     other.mkdir(parents=True, exist_ok=True)
-    shutil.copy(checkout / "bench/records/rows.jsonl", other)
+    shutil.copy(checkout / "bench/records/serve.jsonl", other)
     assert main(["--root", str(checkout)]) == 2
-    assert "two records are named rows" in capsys.readouterr().err
+    assert "two records are named serve" in capsys.readouterr().err
 
 
 def test_a_papers_records_are_found_in_its_own_folder(tmp_path):

@@ -1,11 +1,11 @@
-"""The raw client of `bench serve` and `bench soak`, and how they read answers."""
+"""The raw client of `bench serve`, and how it reads answers."""
 
 import asyncio
 import json
 
 import pytest
 
-from mlx_zip.bench.serve.client import CHAT, MESSAGES, RESPONSES, Reply, first_text_s, send_request
+from mlx_zip.bench.serve.client import Reply, answered_tokens, chat_text, first_text_s, send_request
 from mlx_zip.bench.serve.timing import long_prompt, unfairness_ratio
 from mlx_zip.errors import MlxZipError
 
@@ -53,36 +53,17 @@ def test_events_are_read_wherever_their_bytes_are_cut():
     assert reply.seconds >= times[-1] > 0
 
 
-def test_a_client_may_leave_early():
-    reply, _ = answered(chunked(b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b'data: {"n": 3}\n\n'), leave_after=2)
-    assert len(reply.events) == 2
-
-
 @pytest.mark.parametrize("parts", [[], [b"HTTP/1.1 200 OK\r\nContent-Le"], chunked(b"data: 1\n\n")[:-1]])
 def test_an_answer_that_breaks_off_is_an_error(parts):
     with pytest.raises(MlxZipError, match="no whole answer"):
         answered(parts)
 
 
-def test_usage_and_text_are_read_in_each_dialect():
-    usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}
-    whole = {"choices": [{"message": {"content": "hi"}}], "usage": usage}
+def test_text_and_base_tokens_are_read_from_the_events():
+    usage = {"prompt_tokens": 9, "completion_tokens": 2}
     streamed = [{"choices": [{"delta": {"content": c}}]} for c in ("", "h", "i")] + [{"choices": [], "usage": usage}]
-    for reply in (Reply(200, body=whole), Reply(200, events=list(enumerate(streamed)))):
-        assert (CHAT.text(reply), CHAT.usage(reply)) == ("hi", (9, 5, 2))
-    usage = {"input_tokens": 9, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 5}}
-    response = {"output": [{"type": "message", "content": [{"text": "hi"}]}], "usage": usage}
-    for reply in (Reply(200, body=response), Reply(200, events=[(0.1, {"response": response})])):
-        assert (RESPONSES.text(reply), RESPONSES.usage(reply)) == ("hi", (9, 5, 2))
-    usage = {"input_tokens": 4, "cache_read_input_tokens": 5, "output_tokens": 2}
-    begin = {"type": "message_start", "message": {"usage": usage | {"output_tokens": 0}}}
-    deltas = [{"type": "content_block_delta", "delta": {"text": c}} for c in "hi"]
-    end = {"type": "message_delta", "usage": {"output_tokens": 2}}
-    for reply in (
-        Reply(200, body={"content": [{"text": "hi"}], "usage": usage}),
-        Reply(200, events=list(enumerate([begin, *deltas, end]))),
-    ):
-        assert (MESSAGES.text(reply), MESSAGES.usage(reply)) == ("hi", (9, 5, 2))
+    reply = Reply(200, events=list(enumerate([*streamed, "[DONE]"])))
+    assert (chat_text(reply), answered_tokens(reply)) == ("hi", 2)
 
 
 def stream(*texts):

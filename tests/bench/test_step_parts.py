@@ -8,11 +8,11 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from mlx_zip.bench.engines.mlx_engines import MlxZip
-from mlx_zip.bench.steps import host_parts
+from mlx_zip.bench.steps import selftest_steps as steps
 from mlx_zip.bench.steps.tracer import CPU, PARTS
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.two_part_step import TwoPartStep
-from support import tiny_bench
+from support import buffer_copies, tiny_bench
 
 PROMPT, TEXT = tuple(range(5, 25)), (5, 6, 7, 8) * 10
 WAIT_S = 0.05
@@ -43,45 +43,40 @@ def stalled(monkeypatch):
 
 
 def test_a_loop_that_waits_for_tables_is_named(models, stalled):
-    found = host_parts.summarize_parts([host_parts.trace_stream_generate(MlxZip(models), PROMPT, len(TEXT), TEXT)])
+    found = steps.summarize_parts([steps.trace_stream_generate(MlxZip(models), PROMPT, len(TEXT), TEXT)])
     assert found["stalls"][0]["part"] == "codec"
     assert found["stalls"][0]["share"] == 1
-    assert "stalls: codec (100% of steps" in host_parts.way_summary(found)
+    assert "stalls: codec (100% of steps" in steps.way_summary(found)
 
 
-def test_an_engine_that_waits_for_tables_is_named(models, stalled):
-    found = host_parts.summarize_parts([host_parts.trace_engine(models.zipped, models, PROMPT, 12)])
-    assert found["stalls"][0]["part"] == "codec"
-
-
-def marks(wall, cpu, steps=20):
+def marks(wall, cpu, count=20):
     """The clocks of steps that all take these seconds in these parts; what is not named takes none."""
     rows = [{"at": 0.0, "at" + CPU: 0.0, **{part + end: 0.0 for part in PARTS for end in ("", CPU)}}]
     added = {**wall, **{part + CPU: value for part, value in cpu.items()}}
     added |= {"at": sum(wall.values()), "at" + CPU: sum(cpu.values())}
-    rows += [added] * steps
+    rows += [added] * count
     return list(accumulate(rows, lambda a, b: {name: a[name] + b.get(name, 0.0) for name in a}))
 
 
 def test_a_slow_kernel_is_no_stall():
-    slow = host_parts.summarize_parts([marks({"call": 1e-3, "wait": 50e-3}, {"call": 1e-3})])
+    slow = steps.summarize_parts([marks({"call": 1e-3, "wait": 50e-3}, {"call": 1e-3})])
     assert slow["stalls"] == []
     assert slow["parts_ms"]["wait"] == {"p50": 50.0, "p90": 50.0, "p99": 50.0}
 
 
 def test_a_slow_host_is_no_stall():
-    assert host_parts.summarize_parts([marks({"call": 9e-3, "wait": 1e-3}, {"call": 9e-3})])["stalls"] == []
+    assert steps.summarize_parts([marks({"call": 9e-3, "wait": 1e-3}, {"call": 9e-3})])["stalls"] == []
 
 
 def test_the_part_that_waits_most_is_named_first():
-    found = host_parts.summarize_parts([marks({"codec": 3e-3, "head": 1e-3, "wait": 1e-3}, {"head": 0.2e-3})])
+    found = steps.summarize_parts([marks({"codec": 3e-3, "head": 1e-3, "wait": 1e-3}, {"head": 0.2e-3})])
     assert [one["part"] for one in found["stalls"]] == ["codec", "head"]
     assert found["stalls"][0]["ms"] == pytest.approx(3.0)
 
 
 def test_a_rare_wait_is_no_stall_but_a_part_of_the_steps_is():
     once, often = (
-        host_parts.find_stalls(
+        steps.find_stalls(
             {part: [3e-3 if part == "codec" and i < count else 1e-3 for i in range(100)] for part in PARTS},
             {part: [1e-3] * 100 for part in PARTS},
         )
@@ -92,14 +87,14 @@ def test_a_rare_wait_is_no_stall_but_a_part_of_the_steps_is():
 
 
 def test_what_no_part_holds_is_the_loops():
-    steps = marks({"call": 1e-3, "loop": 4e-3}, {"call": 1e-3})
-    found = host_parts.summarize_parts([[{**mark, "loop": 0.0} for mark in steps]])
+    clocks = marks({"call": 1e-3, "loop": 4e-3}, {"call": 1e-3})
+    found = steps.summarize_parts([[{**mark, "loop": 0.0} for mark in clocks]])
     assert found["parts_ms"]["loop"]["p50"] == pytest.approx(4.0)
     assert found["step_ms"]["p50"] == pytest.approx(5.0)
 
 
 def test_a_cache_that_is_copied_at_each_step_is_found(models, monkeypatch):
-    kept = host_parts.count_buffer_copies(models.zipped(), PROMPT, TEXT, 24)
+    kept = buffer_copies.count_buffer_copies(models.zipped(), PROMPT, TEXT, 24)
     assert kept["moved"]["KV cache"] == {"windows": 0, "bytes": 0}
     update, held = KVCache.update_and_fetch, []
 
@@ -109,7 +104,7 @@ def test_a_cache_that_is_copied_at_each_step_is_found(models, monkeypatch):
         return found
 
     monkeypatch.setattr(KVCache, "update_and_fetch", copying)
-    found = host_parts.count_buffer_copies(models.zipped(), PROMPT, TEXT, 24)
+    found = buffer_copies.count_buffer_copies(models.zipped(), PROMPT, TEXT, 24)
     held.clear()
     assert found["windows"] == kept["windows"] > 3
     assert found["moved"]["KV cache"]["windows"] == found["windows"]
@@ -117,4 +112,4 @@ def test_a_cache_that_is_copied_at_each_step_is_found(models, monkeypatch):
 
 
 def test_a_table_that_is_not_there_yet_has_no_place(models):
-    assert host_parts.buffer_places(models.zipped().make_cache())["output rows"] == []
+    assert buffer_copies.buffer_places(models.zipped().make_cache())["output rows"] == []

@@ -29,7 +29,7 @@ def refused(capsys, *words):
         ("vocab pakc", "mlx_zip vocab has no method 'pakc'; did you mean pack?"),
         ("vocab pack lern", "mlx_zip vocab pack has no action 'lern'; did you mean learn?"),
         ("bench generat", "mlx_zip bench has no bench 'generat'; did you mean generate?"),
-        ("bench rows --nonesuch", "unknown flag --nonesuch; mlx_zip bench rows --help lists all flags"),
+        ("bench codec --nonesuch", "unknown flag --nonesuch; mlx_zip bench codec --help lists all flags"),
         ("convert --hf-path x --q-mode afine", "--q-mode: 'afine' is not one of affine, mxfp4, nvfp4, mxfp8"),
         ("generate -m x", "--max-tokens/-m: 'x' is not a whole number"),
         ("generate --temp x", "--temp: 'x' is not a number"),

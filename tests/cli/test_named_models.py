@@ -25,7 +25,7 @@ COMMANDS = [
     "export --model smollm2 --out OUT",
     "cache-prompt --model smollm2 --prompt Hello --prompt-cache-file OUT.safetensors",
     "vocab pack learn --tokenizer smollm2 --data TEXT --out OUT.npz",
-    "bench generate --model smollm2 --base smollm2-base --data TEXT",
+    "bench generate --model smollm2 --base smollm2-base --text code=TEXT",
 ]
 
 

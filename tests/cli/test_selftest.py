@@ -5,14 +5,12 @@ import re
 import subprocess
 import sys
 import time
-import types
 
 import pytest
 
 from mlx_zip import selftest
 from mlx_zip.bench import machine
 from mlx_zip.bench.engines import model_making as shapes
-from mlx_zip.bench.steps import host_parts
 from mlx_zip.bench.steps import selftest_steps as steps
 from mlx_zip.cli import main
 from mlx_zip.selftest import checks, speed
@@ -28,9 +26,9 @@ def page(tmp_path_factory):
         patch.setattr(speed, "TRIALS", 1)  # speed is not what these tests are about
         patch.setattr(steps, "TRIALS", 1)
         patch.setattr(steps, "TOKENS", 32)
-        patch.setattr(host_parts, "TOKENS", 24)
-        patch.setattr(host_parts, "ROUNDS", 1)
-        assert main(["selftest", "--out", str(file), "--rest", "0"]) == 0
+        patch.setattr(steps, "HOST_TOKENS", 24)
+        patch.setattr(steps, "HOST_ROUNDS", 1)
+        assert main(["selftest", "--out", str(file)]) == 0
     return file.read_text()
 
 
@@ -65,7 +63,7 @@ def only(monkeypatch, *found):
     monkeypatch.setattr(selftest, "check_codec", lambda golden: list(found))
     monkeypatch.setattr(selftest, "check_models", lambda golden, folder: [])
     monkeypatch.setattr(selftest, "measure_rough_speeds", lambda golden, folder: [])
-    monkeypatch.setattr(selftest, "measure_steps", lambda limit, data, rest_s: [])
+    monkeypatch.setattr(selftest, "measure_steps", lambda limit, data: [])
 
 
 def test_a_failed_check_is_in_the_report_with_its_figure():
@@ -74,13 +72,6 @@ def test_a_failed_check_is_in_the_report_with_its_figure():
 
 def test_the_report_says_first_that_a_check_failed():
     assert selftest.markdown_report([FAILED]).startswith("# mlx_zip selftest\n\n**1 checks failed.**\n")
-
-
-@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
-def test_a_rest_that_nobody_can_wait_for_is_refused_before_anything_runs(monkeypatch, tmp_path, capsys, seconds):
-    only(monkeypatch)
-    assert main(["selftest", "--out", str(tmp_path / "report.md"), "--rest", seconds]) == 2
-    assert f"--rest must be from 0 to 3600, got {seconds}" in capsys.readouterr().err
 
 
 def test_a_failed_check_gives_exit_status_1(monkeypatch, tmp_path):
@@ -132,13 +123,6 @@ def test_the_bundled_model_runs_cold_and_warm_ahead_and_not(figures, page):
     assert [way["second_bodies"] is None for way in found["ways"]] == [not ahead for _, ahead in steps.WAYS]
     assert found["base_tokens_per_step"] > 1
     assert "stories: step, warm, ahead |" in page
-
-
-@pytest.mark.slow
-def test_launches_are_those_of_the_graph(figures, page):
-    launches = figures["stories"]["launches"]
-    assert launches["cold"]["mlx-zip"] > launches["warm"]["mlx-zip"] > launches["warm"]["mlx-lm"] > 0
-    assert "(counted on the graph)" in page
 
 
 @pytest.mark.slow
@@ -303,24 +287,10 @@ def test_a_machine_without_metal_names_no_wheel(monkeypatch):
 @pytest.mark.slow
 def test_the_report_has_the_parts_of_a_step_and_the_file_has_every_sample(figures, page):
     ways = figures["host"]["ways"]
-    assert set(ways) == {"cold", "warm", "engine"}
+    assert set(ways) == {"cold", "warm"}
     for way in ways.values():
-        assert set(way["parts_ms"]) == set(host_parts.PARTS)
+        assert set(way["parts_ms"]) == set(steps.PARTS)
         assert {len(samples) for samples in way["samples_us"].values()} == {way["steps"]}
-        assert way["parts_ms"]["blocks"].keys() == host_parts.QUANTILES.keys()
+        assert way["parts_ms"]["blocks"].keys() == steps.QUANTILES.keys()
         assert way["steps"] > 1
-    assert "host: parts of a step, engine | stalls: " in page
-    assert set(figures["host"]["plain"]["over"]) == {"stream_generate", "engine"}
-    assert set(figures["host"]["kernels"]) == {"launch_us", "buffer_us"}
-
-
-def test_first_ids_are_timed_after_rests_of_which_the_longest_is_chosen(monkeypatch):
-    slept, given = [], []
-    monkeypatch.setattr(host_parts, "measure_host_parts", lambda *args: given.append(args[4]))
-    for rest_s in (30.0, 1.0, 0.0):
-        steps.measure_host_parts(rest_s, 40.0)
-    assert given == [[0.0, 2.0, 30.0], [0.0, 1.0], [0.0]]
-    monkeypatch.setattr(host_parts.time, "sleep", slept.append)
-    engine = types.SimpleNamespace(run=lambda *_: types.SimpleNamespace(times=[0.25]))
-    assert host_parts.time_first_id_after_rests(engine, [1], given[0]) == {"0": 250.0, "2": 250.0, "30": 250.0}
-    assert slept == given[0]
+    assert "host: parts of a step, warm | stalls: " in page

@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
-from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import CudaGraphs  # noqa: E402
@@ -25,6 +24,7 @@ from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.errors import CodecError, ModelError  # noqa: E402
 from mlx_zip.packs.pack import Pack  # noqa: E402
 from mlx_zip.packs.tuned import TunedRows  # noqa: E402
+from support.kernel_launches import counting_launches  # noqa: E402
 
 STEPS, CAPACITY = 24, 128
 CASES = {

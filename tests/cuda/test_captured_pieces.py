@@ -8,11 +8,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
-from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import CudaGraphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import force_implementation  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
+from support.kernel_launches import counting_launches  # noqa: E402
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "bincount"}
 COPIES = {"_to_copy", "lift_fresh_copy"}  # from the host, if they are no change of dtype

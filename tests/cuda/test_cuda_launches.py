@@ -17,11 +17,6 @@ pytest.importorskip("mlx.core")
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E402
 
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, config_with_hypertokens  # noqa: E402
-from mlx_zip.bench.gpu.kernel_launches import (  # noqa: E402  # noqa: E402
-    LaunchCounts,
-    count_step_costs,
-    counting_launches,
-)
 from mlx_zip.cuda import kernels  # noqa: E402
 from mlx_zip.cuda.kernels import activations  # noqa: E402
 from mlx_zip.cuda.kernels.activations import rms_norm  # noqa: E402
@@ -31,6 +26,11 @@ from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
+from support.kernel_launches import (  # noqa: E402  # noqa: E402
+    LaunchCounts,
+    count_step_costs,
+    counting_launches,
+)
 from support.shape_costs import count_shape_costs, extrapolate_to_layers  # noqa: E402
 from support.torch_folders import make_model, save  # noqa: E402
 

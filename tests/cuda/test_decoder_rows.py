@@ -13,12 +13,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
-from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.cuda.network.checkpoint import read_tensor_folder  # noqa: E402
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
 from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.network.frequencies import LONG, SHORT  # noqa: E402
 from mlx_zip.cuda.network.kv_cache import KVCache  # noqa: E402
+from support.kernel_launches import counting_launches  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen3"]
 ROOM = 60  # slots of a sequence

@@ -18,7 +18,6 @@ import numpy as np  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from mlx_zip.bench.engines.cuda_engines import generate_greedily  # noqa: E402
-from mlx_zip.bench.gpu import kernel_launches  # noqa: E402
 from mlx_zip.codec import Codebook  # noqa: E402
 from mlx_zip.cuda import model as model_module  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
@@ -32,6 +31,7 @@ from mlx_zip.packs.pack import IN_FOLDER, Pack, save_pack  # noqa: E402
 from mlx_zip.packs.tuned import TunedRows  # noqa: E402
 from mlx_zip.text.tokenizers import load_tokenizer  # noqa: E402
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint  # noqa: E402
+from support import kernel_launches  # noqa: E402
 from support.shape_costs import count_shape_costs  # noqa: E402
 
 

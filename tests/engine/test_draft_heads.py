@@ -9,7 +9,6 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_zip.bench.generation.draft_replay import CHIPS
 from mlx_zip.codec import compress
 from mlx_zip.engine import Finished
 from mlx_zip.engine.drafts import Drafter, choose_drafts
@@ -20,6 +19,7 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.models.draft_head import DraftHead, HeadedModel, Proposer, _OutputRows
 from mlx_zip.models.rows.zip_state import find_zip_state
 from support import tiny
+from support.chip_costs import CHIPS
 from support.generating import ENDLESS, plain_model
 from support.serving import ask, at_once, tiny_engine
 from support.slow_cases import slow_but

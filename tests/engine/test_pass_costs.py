@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_zip.bench.generation.draft_replay import CHIPS
 from mlx_zip.engine import pass_costs
 from mlx_zip.engine.draft_sources import Acceptance, LookupSource
 from mlx_zip.engine.drafts import Drafter, choose_drafts, expects_draft
 from mlx_zip.engine.pass_costs import TRY_EVERY, PassClock, PassCosts, expected_ids
+from support.chip_costs import CHIPS
 from support.slow_cases import slow_but
 
 M4_PRO, M4_PRO_SLOWER, M3_ULTRA_4_BIT, M3_ULTRA_BF16, M1_ULTRA = CHIPS.values()

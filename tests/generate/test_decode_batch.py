@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache
 
-from mlx_zip.bench.steps.launches import count_launches
 from mlx_zip.codec import compress
 from mlx_zip.models.batching import filter_cache
 from mlx_zip.models.two_part_step import TwoPartStep
 from mlx_zip.models.zip_model import Model
 from support import tiny
 from support.early_reads import steps_without_row
+from support.launches import count_launches
 from support.slow_cases import slow_but
 from support.steps import Together
 

@@ -9,7 +9,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import _get_classes
 
-from mlx_zip.bench.steps.launches import build_graphs_as_on_gpu, count_added_launches
 from mlx_zip.codec import compress
 from mlx_zip.engine.sampling.canonical import CanonicalDecoding
 from mlx_zip.models.model_folder import ModelArgs
@@ -19,6 +18,7 @@ from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER, TwoPartStep
 from mlx_zip.models.zip_model import Model
 from support import tiny
+from support.launches import build_graphs_as_on_gpu, count_added_launches
 from support.slow_cases import slow_but
 from support.steps import decode_steps
 

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlx_zip.bench.steps.launches import count_added_launches, count_launches
+from support.launches import count_added_launches, count_launches
 
 
 def test_every_call_of_a_compiled_function_is_counted():

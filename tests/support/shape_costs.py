@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from mlx_zip.bench.engines.random_folder import RandomFolder, random_folder
-from mlx_zip.bench.gpu.kernel_launches import LaunchCounts, StepCosts, count_step_costs
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.network.checkpoint import Weight
+from support.kernel_launches import LaunchCounts, StepCosts, count_step_costs
 
 
 class ZeroWeightsFolder(RandomFolder):

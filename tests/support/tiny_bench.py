@@ -119,12 +119,12 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
 
 
 def batch_record() -> dict[str, Any]:
-    """A record as `bench batch` prints it, of two equal trials of each way, without figures of open rows."""
+    """A record as `bench batch` prints it, of two equal trials of each way."""
     rates = {(kind, way): [1.0, 1.0] for kind in ("base", "zip") for way in ("one_stream", "batch")}
     return {
         "model": {"zip": "stories", "base": "stories-base", "precision": "as stored"},
         "setting": {"requests": 8, "rows": "cold", "trials": 2},
-        "figures": {"whole": batch.throughput_figures(rates), "all_open": None},
+        "figures": {"whole": batch.throughput_figures(rates)},
         "preloaded": ["libopenblas.so.0"],
         "blas": ["libblas.so"],
     }

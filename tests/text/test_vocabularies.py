@@ -90,10 +90,6 @@ def test_a_sentencepiece_model_is_read(tmp_path):
     assert "".join(map(vocabulary.text_of, ids)) == "▁the▁cat"
 
 
-def test_digits_are_the_ids_whose_text_is_digits(tmp_path):
-    assert read_vocabulary(write_pair(tmp_path)).digit_ids() == [*range(ord("0"), ord("9") + 1), SIZE - 2, SIZE - 1]
-
-
 def test_berts_word_pieces_are_of_lower_case_unless_the_name_says_cased(tmp_path):
     pieces = ["[UNK]", "the", "The", "cat", "##s", ",", "cafe"]
     names = ("bert_uncased.vocab.txt", "bert_cased.vocab.txt", "vocab.txt")
@@ -225,9 +221,3 @@ def test_published_models_have_the_ids_of_sentencepiece(name):
     read = read_vocabulary(path)
     for text in (*TEXTS, "a <s> b</s>", Path(__file__).read_text()):
         assert list(read.encode(text)) == library.encode(text)
-
-
-@pytest.mark.slow
-@needs_shared
-def test_llama3s_digits_are_all_numbers_of_one_to_three_digits():
-    assert len(read_vocabulary(SHARED / "tokenizers" / "llama3.tiktoken.gz").digit_ids()) == 1110

@@ -1,19 +1,15 @@
-"""The tables and the picture of the AdaptBPE report, from the records of `adaptbpe`, `adapt_model` and `adapt_step`."""
+"""The tables and the picture of the AdaptBPE report, from the records of `adaptbpe` and `adapt_model`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.records import (
-    Cell,
     Record,
     Records,
-    column_table,
     machines_table,
-    make_column_table,
-    median_and_range,
     table,
 )
 from mlx_zip.errors import MlxZipError
@@ -48,23 +44,14 @@ def group_adapted_models(lines: Sequence[Record]) -> dict[tuple[str, float], dic
     return found
 
 
-RECORDS = ("adaptbpe", "adaptbpe-wide", "adapt_model", "adapt_step")
+RECORDS = ("adaptbpe", "adaptbpe-wide", "adapt_model")
 LISTS = {"gpt2": "GPT-2", "cl100k_base": "cl100k"}
 COLUMNS = {"first_k": "first-k", "top_k": "top-k", "replay": "adapted"}  # keys of `bench adaptbpe`
-PRECISIONS = {"8": "8 bit", "4": "4 bit", "16": "16 bit"}
-CLOCKS = {"processor_ms": "processor's time", "wall_ms": "wall's clock"}
-
-
-UTILITY, ENCODING = "utility", "encoding"  # values of a line's field `what`
-
-
-def lines_measuring(what: str) -> Callable[[Sequence[Record]], Iterator[Record]]:
-    return lambda lines: (line for line in lines if line["what"] == what)
 
 
 def utility_table(records: Records) -> str:
     rows, shown = [], ""
-    for line in lines_measuring(UTILITY)(records.lines("adaptbpe")):
+    for line in records.lines("adaptbpe"):
         first = line["text"] != shown
         shown = line["text"]
         found = bold_best([line["utility"][name] for name in COLUMNS])
@@ -77,20 +64,6 @@ def bold_best(values: Sequence[float]) -> list[str]:
     top = max(values)
     alone = sum(value == top for value in values) == 1
     return [f"**{value:.4f}**" if alone and value == top else f"{value:.4f}" for value in values]
-
-
-def _speed_table(records: Records) -> str:
-    lines = list(lines_measuring(ENCODING)(records.lines("adaptbpe")))
-    heads = {
-        "tokenizers": "`tokenizers`",
-        "whole_list": "whole list",
-        "whole_list_fresh": "*fresh*",
-        "adapted": f"adapted, N = {lines[0]['merges']}",
-        "adapted_fresh": "*fresh*",
-    }
-    text: Cell = lambda line: f"{TEXTS[line['text']]} ({line['bytes']:,})"
-    speeds = ((head, lambda line, way=way: median_and_range(line[way], 1)) for way, head in heads.items())
-    return column_table(lines, (("text (bytes)", text), *speeds))
 
 
 def _bits_table(records: Records) -> str:
@@ -115,65 +88,12 @@ def _bits_cell(line: Record | None) -> str:
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 
-def saved_tokens_table(records: Records) -> str:
-    rows = []
-    for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
-        whole = shares[1]["whole list"]
-        name = f"{TEXTS.get(text, text)}, `{whole['model']}`"
-        for share, methods in _shares_below_1(shares):
-            cells = [f"{methods[method]['utility']:.4f}" if method in methods else "" for method in METHODS]
-            rows.append([name, f"{share:.0%}", *cells, f"{whole['utility']:.4f}"])
-            name = ""
-    return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows)
-
-
-def split_token_bits_table(records: Records) -> str:
-    rows = []
-    for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
-        for share, methods in _shares_below_1(shares):
-            line = methods.get("adapt")
-            if line is not None and line["where"]:
-                rows.append([TEXTS.get(text, text), f"{share:.0%}", *split_token_cells(line)])
-    header = [
-        "text",
-        "merges kept",
-        "text in split tokens",
-        "their tokens",
-        "bits per byte on them",
-        "on all the others",
-    ]
-    return table(header, rows)
-
-
-def split_token_cells(line: Record) -> list[str]:
-    where, n_bytes = line["where"], line["test"]["bytes"]
-    before, after = where["bits_per_byte_before"], where["bits_per_byte_after"]
-    return [
-        f"{where['split_bytes'] / n_bytes:.1%}",
-        f"{where['tokens_before']:,} to {where['tokens_after']:,}",
-        *(f"{before[side]:.3f} to {after[side]:.3f}" for side in ("split", "same")),
-    ]
-
-
-def _step_columns() -> Iterator[tuple[str, Cell]]:
-    yield "model, ids", _model_and_ids
-    yield "bytes of a step that go", "{bound:.1%}"
-    for clock, head in CLOCKS.items():
-        yield head, lambda line, clock=clock: median_and_range(line["ratio"][clock], 3)
-        yield "of the bound", f"{{of_bound[{clock}]:.2f}}"
-
-
-def _model_and_ids(line: Record) -> str:
-    name, precision = line["model"]["name"], line["model"]["precision"]
-    return f"`{name}`, {PRECISIONS.get(precision, precision)}, {line['vocab_size']:,} to {line['kept']:,}"
-
-
 def _over_top_k_table(records: Records) -> str:
     """Returns the table of how much more the adapted list saves than the N most frequent merges, by text and N.
 
     Cells are differences of utility in percentage points.
     """
-    lines = list(lines_measuring(UTILITY)(records.lines("adaptbpe-wide")))
+    lines = records.lines("adaptbpe-wide")
     sizes = sorted({line["merges"] for line in lines})
     found: dict[tuple[str, str], dict[int, str]] = {}
     for line in lines:
@@ -223,11 +143,7 @@ def curve_of_method(shares: Any, method: str, key: str) -> tuple[list[float], li
 TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-utility": utility_table,
     "adapt-over-top-k": _over_top_k_table,
-    "adapt-speed": _speed_table,
     "adapt-bits": _bits_table,
-    "adapt-saved": saved_tokens_table,
-    "adapt-where": split_token_bits_table,
-    "adapt-steps": make_column_table("adapt_step", tuple(_step_columns())),
     "adapt-machines": lambda records: machines_table(records, RECORDS),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": utility_and_bits_figure}

@@ -9,29 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Record, Records, column_table, median_and_range, table
+from mlx_zip.bench.records import Cell, Record, Records, column_table, table
 from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def speed_table(records: Records) -> str:
-    lines = (line for line in records.lines("multitok") if line["what"] in ("train", "encode"))
-    columns: tuple[tuple[str, Cell], ...] = (
-        ("", measured_by),
-        WINDOW,
-        ("M units/s", lambda line: median_and_range(line["ours"])),
-        ("plain Python", lambda line: median_and_range(line.get("plain_python"))),
-        ("ratio", lambda line: f"{line['ratio']}x" if "ratio" in line else ""),
-        ("bytes per phrase", lambda line: str(line.get("bytes_per_phrase", ""))),
-    )
-    return column_table(lines, columns)
-
-
-def measured_by(line: Record) -> str:
-    setting = line["setting"]
-    return f"encode, pruned, {setting['matching']}" if "pruned" in setting else line["what"]
 
 
 def _ratios_table(records: Records) -> str:
@@ -192,22 +174,6 @@ def mean_and_range(figures: Sequence[float | None], places: int = 3) -> str:
     return cell if len(reached) == len(figures) else f"{cell}, {len(reached)} of {len(figures)}"
 
 
-def accuracy_by_seed_table(lines: Sequence[Record]) -> str:
-    """Returns a table of accuracy by seed, a row per setting that was run with several seeds.
-
-    The last column is the maximum minus the minimum accuracy, in percentage points.
-    """
-    rows = []
-    for runs in group_by_seed([line for line in lines if line["bench"] == "classify"]):
-        found = [run["accuracy"] for run in runs]
-        if len(found) > 1:
-            listed = ", ".join(f"{accuracy:.3f}" for accuracy in found)
-            rows.append(
-                [data_set_name(runs[0]), encoding_name(runs[0]), listed, f"{100 * (max(found) - min(found)):.1f}"]
-            )
-    return table(["texts", "encoding", "accuracy by seed", "points apart"], rows)
-
-
 def training_loss_figure(lines: Sequence[Record]) -> Figure:
     """Returns a figure of training loss by epochs and by processor seconds, a row of panels per data set.
 
@@ -238,13 +204,11 @@ def training_loss_figure(lines: Sequence[Record]) -> Figure:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "multitok-speed": speed_table,
     "multitok-ratios": _ratios_table,
     "multitok-pruned": _pruned_table,
     "multitok-cascade": _tokenizer_ratios_table,
     "classifier": lambda records: classifier_table(records.lines("classify"), of_paper=True),
     "classifier-others": lambda records: classifier_table(records.lines("classify"), of_paper=False),
-    "classifier-seeds": lambda records: accuracy_by_seed_table(records.lines("classify")),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {
     "docs/reports/multitok-classifier.svg": lambda records: training_loss_figure(records.lines("classify"))

@@ -5,9 +5,7 @@ Tables 7 and 8 and figures 5 and 6 are the paper's.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -49,12 +47,10 @@ PAPER_ENCODERS = {
 class Sweep:
     """One of the two ablations. A key is a merge size in one of them, a hyper-encoder in the other.
 
-    paper: key -> the paper's byte-perplexities on PAPER_TEXTS. label: returns a key's name in figures. found: key ->
-    our lines.
+    label: returns a key's name in figures. found: key -> our lines.
     """
 
     name: str
-    paper: Mapping[Any, tuple[float, ...]]
     label: Callable[[Any], str]
     found: Mapping[Any, Sequence[Record]] = field(default_factory=dict)
 
@@ -72,9 +68,9 @@ class AblationResults:
         self.seeds = sorted({line["setting"]["seed"] for line in lines})
         sizes = self._group_lines("merge_size", "encoder", (None, self.conditions.get("encoder")))
         encoders = self._group_lines("encoder", "merge_size", (self.conditions.get("merge_size"),))
-        self.sizes = Sweep("merge size", PAPER_SIZES, "M = {}".format, sizes)
+        self.sizes = Sweep("merge size", "M = {}".format, sizes)
         ordered = {name: encoders[name] for name in ENCODERS if name in encoders}
-        self.encoders = Sweep("hyper-encoder", PAPER_ENCODERS, lambda name: ENCODERS[name][2], ordered)
+        self.encoders = Sweep("hyper-encoder", lambda name: ENCODERS[name][2], ordered)
 
     def _group_lines(self, key: str, other: str, allowed: tuple[Any, ...]) -> dict[Any, list[Record]]:
         """Returns lines grouped by their setting's `key`; only lines whose setting `other` is in `allowed`."""
@@ -177,18 +173,6 @@ def mean_and_range(values: Sequence[float], digits: int) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def best_and_worst_table(results: AblationResults) -> str:
-    """Returns the table of best and worst settings: in the paper, and in our results by text.
-
-    The last row is the cost of compression in bits per byte.
-    """
-    rows = [best_or_worst_row(results, *question) for question in QUESTIONS]
-    cost = [mean_and_range([100 * value for value in extra_bits_by_seed(results, text)], 1) for text in results.texts]
-    theirs = [100 * value for value in extra_bits_of_paper()]
-    rows.append(["bits per byte of M = 3 over M = 1 (%)", f"{min(theirs):.1f} to {max(theirs):.1f}", *cost])
-    return table(["", "paper", *results.texts], rows)
-
-
 def conditions_table(results: AblationResults) -> str:
     c, line = results.conditions, results.lines[0]
     trained = "all weights" if c["fine_tune_type"] == "full" else f"LoRA of rank {c['lora_rank']} and the encoders"
@@ -217,77 +201,6 @@ def longer_training_table(short: AblationResults, long: Sequence[Record]) -> str
         rows.append([setting_label(line), *bits])
     steps = (short.conditions["iters"], long[0]["conditions"]["iters"])
     return table(["bits per byte", *(f"{n} steps, {text}" for n in steps for text in short.texts)], rows)
-
-
-# ---- best and worst settings, in the paper's tables and in our results
-
-_COMPRESSED = (2, 3, 4, 5)
-QUESTIONS: tuple[tuple[str, bool, tuple[Any, ...], Callable[..., float]], ...] = (
-    # question, whether it is about merge sizes (else encoders), keys to choose from, `min` (best) or `max` (worst)
-    ("best merge size, 1 being no compression", True, (1, *_COMPRESSED), min),
-    ("best merge size that compresses", True, _COMPRESSED, min),
-    ("worst merge size that compresses", True, _COMPRESSED, max),
-    ("best encoder", False, tuple(PAPER_ENCODERS), min),
-    ("worst encoder", False, tuple(PAPER_ENCODERS), max),
-)
-
-
-def best_or_worst_row(
-    results: AblationResults, question: str, of_sizes: bool, keys: Sequence[Any], pick: Callable[..., float]
-) -> list[str]:
-    """Returns a row of `best_and_worst_table`. question, of_sizes, keys, pick: as in `QUESTIONS`."""
-    sweep = results.sizes if of_sizes else results.encoders
-
-    def chosen(values: Mapping[Any, float]) -> list[str]:
-        """Returns labels of the keys with the best (or worst) value; [] unless every key has a value."""
-        if not all(key in values for key in keys):
-            return []
-        wanted = pick(values[key] for key in keys)
-        return [sweep.label(key) for key in keys if values[key] == wanted]
-
-    paper = Counter(" or ".join(chosen({k: row[i] for k, row in sweep.paper.items()})) for i in range(len(PAPER_TEXTS)))
-    theirs = "; ".join(f"{answer} ({n} of {len(PAPER_TEXTS)} texts)" for answer, n in paper.items())
-    return [question, theirs, *(answers_cell(map(chosen, bits_by_seed(results, sweep, t))) for t in results.texts)]
-
-
-def bits_by_seed(results: AblationResults, sweep: Sweep, text: str) -> Iterator[dict[Any, float]]:
-    """Yields, for each seed, key -> bits per byte on one text."""
-    for seed in results.seeds:
-        yield {
-            key: line["texts"][text]["bits_per_byte"]
-            for key, lines in sweep.found.items()
-            for line in lines
-            if line["setting"]["seed"] == seed
-        }
-
-
-def answers_cell(answers: Iterable[Sequence[str]]) -> str:
-    """Returns the answer that all seeds give; if seeds disagree, each answer with its number of seeds."""
-    counts = Counter(label for answer in answers for label in answer)
-    if len(counts) < 2:
-        return next(iter(counts), "not measured")
-    return ", ".join(f"{label} ({n} of {counts.total()} seeds)" for label, n in counts.most_common())
-
-
-def extra_bits_by_seed(results: AblationResults, text: str) -> list[float]:
-    """Returns, for each seed, the relative increase of bits per byte from merge size 1 to 3, as a fraction.
-
-    Seeds without results for both merge sizes are left out.
-    """
-    by_seed = [
-        {line["setting"]["seed"]: line["texts"][text]["bits_per_byte"] for line in results.sizes.found.get(m, [])}
-        for m in (1, 3)
-    ]
-    return [by_seed[1][seed] / by_seed[0][seed] - 1 for seed in by_seed[0] if seed in by_seed[1]]
-
-
-def extra_bits_of_paper() -> list[float]:
-    """Returns, for each text of table 7, the relative increase of bits per byte from merge size 1 to 3, as a fraction.
-
-    Bits per byte are the base-2 logarithm of byte-perplexity.
-    """
-    pairs = zip(PAPER_SIZES[3], PAPER_SIZES[1], strict=True)
-    return [math.log(third) / math.log(first) - 1 for third, first in pairs]
 
 
 # ---- figures 5 and 6: training loss against bytes read, a curve per setting
@@ -323,7 +236,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "ablations-setup": table_from_records(conditions_table),
     "ablations-merge-sizes": table_from_records(table7),
     "ablations-encoders": table_from_records(table8),
-    "ablations-orders": table_from_records(best_and_worst_table),
     "ablations-longer": lambda records: longer_training_table(
         AblationResults(records.lines("ablations")), records.lines("ablations-longer")
     ),

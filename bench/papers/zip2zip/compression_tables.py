@@ -1,7 +1,6 @@
-"""The tables of the compression report: recorded counts, latencies and FLOPs, and the paper's printed numbers.
+"""The tables of the compression report: recorded counts and latencies, and the paper's printed numbers.
 
-Counts come from `bench tokens` (tables 2 and 7 of arXiv 2506.01084), FLOPs from the formulas of appendix B (table 9),
-latencies from `codec_latency` (figure 4).
+Counts come from `bench tokens` (tables 2 and 7 of arXiv 2506.01084), latencies from `codec_latency` (figure 4).
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.records import Cell, Record, Records, column_table, make_column_table, median_and_range, table
+from mlx_zip.bench.records import Cell, Record, Records, make_column_table, median_and_range, table
 from mlx_zip.errors import MlxZipError
 
 from .ablation_tables import PAPER_RATES
 from .codec_figure import added_latency_percent, latency_figure
-from .flops import PAPER_RATE, TABLE_9, TRAINED, flops_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,12 +26,12 @@ MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # as in the paper (§3.1
 class PaperRows:
     """A tokenizer's two rows of the paper's table 2: bytes per token on each of `DOMAINS`.
 
-    name: the tokenizer's name in the paper. ours: the tokenizer's name in our records, None if it was not measured.
-    base, compressed: the paper's figures without and with hypertokens.
+    name: the tokenizer's name in the paper. ours: its name in our records. base, compressed: the paper's figures
+    without and with hypertokens.
     """
 
     name: str
-    ours: str | None
+    ours: str
     base: tuple[float, ...]
     compressed: tuple[float, ...]
 
@@ -44,12 +42,6 @@ class PaperRows:
         i = DOMAINS.index(domain)
         return self.compressed[i] / self.base[i] - 1
 
-    def gain_bounds(self, domain: str) -> tuple[float, float]:
-        """Returns the minimum and maximum gain on a domain that agree with the printed, rounded figures."""
-        i = DOMAINS.index(domain)
-        low, high = (self.compressed[i] + step for step in (-0.05, 0.05))
-        return low / (self.base[i] + 0.05) - 1, high / (self.base[i] - 0.05) - 1
-
 
 # Source: arXiv 2506.01084, table 2, and table 12 for the shares of its training text.
 DOMAINS = ("code", "math", "chat", "multilingual", "web")
@@ -58,7 +50,6 @@ TABLE_2 = (
     PaperRows("Llama-3-128K", "llama3", (4.1, 2.7, 5.1, 3.8, 4.6), (6.3, 4.0, 6.4, 4.7, 5.4)),
     PaperRows("Qwen-2-150K", "qwen", (4.0, 2.3, 5.1, 3.7, 4.4), (6.2, 3.7, 6.4, 4.6, 5.2)),
     PaperRows("Phi-4-200K", "o200k_base", (4.1, 2.7, 5.4, 4.6, 4.7), (6.3, 4.1, 6.7, 5.5, 5.4)),
-    PaperRows("Gemma-3-256K", None, (3.3, 2.3, 5.0, 4.4, 4.5), (5.6, 3.7, 6.4, 5.4, 5.4)),
 )
 PHI_35 = "llama2"  # our name of Phi-3.5's tokenizer, for which table 7 gives rates
 
@@ -71,7 +62,7 @@ def paper_rows_of(tokenizer: str) -> PaperRows | None:
 
 
 class RecordedCounts:
-    """Lines of `bench tokens` by tokenizer and text; only lines without disabled ids.
+    """Lines of `bench tokens` by tokenizer and text.
 
     Raises `MlxZipError` if two lines have the same tokenizer and text, or a text's content differs between lines.
     """
@@ -80,8 +71,6 @@ class RecordedCounts:
         self.lines: dict[tuple[str, str], Record] = {}
         texts: dict[str, str] = {}
         for line in lines:
-            if line["bench"] != "tokens" or line["disabled"] != "none":
-                continue
             tokenizer, text = key = line["tokenizer"]["name"], line["domain"]
             if key in self.lines:
                 raise MlxZipError(f"{tokenizer} on {text} was measured twice; keep one of the lines")
@@ -159,9 +148,7 @@ def domain_order(domain: str) -> int:
     return DOMAINS.index(domain) if domain in DOMAINS else len(DOMAINS)
 
 
-CLOSE = 0.03  # a gain is close to the paper's if they differ by at most this: 3 percentage points
 TOKENIZERS = ("llama3", "qwen", "o200k_base", "gpt2", "llama2", "mistral_v3")  # each has a table
-SEVERAL_SIZES = ("llama3", "qwen")  # tokenizers that were counted with several codebook sizes
 
 
 # ---- table 2
@@ -183,15 +170,6 @@ def bytes_per_token_table(counts: RecordedCounts, tokenizer: str) -> str:
     return table(["text", "base", *windows, *theirs], rows)
 
 
-def paper_only_table(counts: RecordedCounts) -> str:
-    rows = []
-    for row in TABLE_2:
-        if row.ours not in counts.tokenizers:
-            rows.append([row.name, *(f"{value:.1f}" for value in row.base)])
-            rows.append(["with hypertokens", *(_paper_cells(row, domain)[1] for domain in DOMAINS)])
-    return table(["tokenizer", *DOMAINS], rows)
-
-
 def _rate_cell(base: float, rate: float | None) -> str:
     return "-" if rate is None else f"{base / rate:.2f} ({1 / rate - 1:+.1%})"
 
@@ -204,62 +182,7 @@ def _paper_cells(paper: PaperRows, domain: str) -> list[str]:
     return [f"{paper.base[i]:.1f}", f"{paper.compressed[i]:.1f} ({gain:+.0%})"]
 
 
-def code_gains_table(counts: RecordedCounts) -> str:
-    """Returns the table of the windows whose gain on code is close to the paper's; a row per tokenizer and text."""
-    rows = [row for tokenizer in counts.tokenizers for row in _gain_rows(counts, tokenizer)]
-    return table(["tokenizer, text", "paper's gain", "open by rounding", "windows within 3 points", "nearest"], rows)
-
-
-def _gain_rows(counts: RecordedCounts, tokenizer: str) -> Iterator[list[str]]:
-    """Yields a tokenizer's rows of `code_gains_table`: for all texts of code together, then for each text.
-
-    Yields nothing for a tokenizer that the paper lacks.
-    """
-    paper = paper_rows_of(tokenizer)
-    gain = paper.gain("code") if paper else None
-    if paper is None or gain is None:
-        return
-    low, high = paper.gain_bounds("code")
-    texts = [text for text in counts.texts if domain_of(text) == "code"]
-    found = {text: {w: counts.rate(tokenizer, text, w) for w in counts.windows} for text in texts}
-    if len(texts) > 1:
-        alike = {w: counts.mean_over_domain(tokenizer, "code", w) for w in counts.windows}
-        found = {"all of code, each text counting alike": alike, **found}
-    for text, rates in found.items():
-        yield [f"{tokenizer}, {text}", f"{gain:+.0%}", f"{low:+.1%} to {high:+.1%}", *_close_cells(rates, gain)]
-
-
-def _close_cells(rates: Mapping[int | str, float | None], gain: float) -> list[str]:
-    """Returns two cells: the windows whose gain is within `CLOSE` of the paper's gain, and the nearest window.
-
-    rates: window -> ids divided by base ids.
-    """
-    gains = {window: 1 / rate - 1 for window, rate in rates.items() if rate}
-    close = [f"{_window_label(window)} ({ours:+.1%})" for window, ours in gains.items() if abs(ours - gain) <= CLOSE]
-    best = min(gains, key=lambda window: abs(gains[window] - gain))
-    return [", ".join(close) or "none", f"{_window_label(best)}, {100 * (gains[best] - gain):+.1f} points"]
-
-
-def _window_label(window: int | str) -> str:
-    return f"windows of {window:,}" if isinstance(window, int) else "whole documents"
-
-
-def codebook_sizes_table(counts: RecordedCounts, tokenizer: str) -> str:
-    """Returns the table of one tokenizer's gains in bytes per token, by text, window and codebook size."""
-    sizes = _codebook_sizes(next(line for key, line in counts.lines.items() if key[0] == tokenizer))
-    windows = [window for window in counts.windows if isinstance(window, str) or window > min(sizes)]
-    rows = []
-    for text in counts.texts:
-        rates = [counts.rate(tokenizer, text, window, size=size) for window in windows for size in sizes]
-        rows.append([text, *("-" if rate is None else f"{1 / rate - 1:+.1%}" for rate in rates)])
-    return table(["text", *(f"{_window_label(window)}, {size:,} slots" for window in windows for size in sizes)], rows)
-
-
-def _codebook_sizes(line: Record) -> list[int]:
-    return sorted({row[line["columns"].index("codebook_size")] for row in line["counts"]})
-
-
-# ---- tables 7 and 9, figure 4
+# ---- table 7, figure 4
 
 
 def merge_sizes_table(counts: RecordedCounts) -> str:
@@ -272,53 +195,6 @@ def merge_sizes_table(counts: RecordedCounts) -> str:
             ours.append(counts.mean_over_mixture(PHI_35, RATE_WINDOW, "ids", merge_size=m))
         rows.append([str(m), *("-" if rate is None else f"{100 * rate:.2f}" for rate in ours), f"{paper:.2f}"])
     return table(["M", *counts.texts, "mixture", "paper"], rows)
-
-
-_FLOPS: tuple[tuple[str, Cell], ...] = (
-    ("model", "{model}"),
-    ("L", "{layers}"),
-    ("M", "{merge_size}"),
-    ("l", "{encoder_layers}"),
-    ("α", "{overhead:.4f}"),
-    ("paper: α", lambda line: "-" if line["paper_overhead"] is None else f"{line['paper_overhead']:.2f}"),
-    ("ρ(1 + α)", "{relative_flops:.3f}"),
-    ("rows per id", "{rows_per_id:.2f}"),
-    ("α by rows", "{counted_overhead:.4f}"),
-    ("ρ(1 + α) by rows", "{counted_relative_flops:.3f}"),
-)
-
-
-def flops_table(lines: Sequence[Record]) -> str:
-    """Returns table 9: the hyper-encoder's FLOPs in training relative to the decoder's, by model.
-
-    The FLOPs are counted as in the paper, and by the rows that are encoded per id.
-    """
-    return column_table(lines, _FLOPS)
-
-
-def mixture_flops_table(counts: RecordedCounts) -> str:
-    rate, entries, used = _mixture_rates(counts)
-    return flops_table([flops_line(shape, rate, (entries + used) / rate) for shape in TRAINED])
-
-
-def mixture_table(counts: RecordedCounts) -> str:
-    rate, entries, used = _mixture_rates(counts)
-    row = [f"{rate:.4f}", f"{entries / rate:.2f}", f"{used / rate:.2f}"]
-    return table(
-        ["ρ of our mixture", "entries installed per id (output rows)", "entries read per id (input rows)"], [row]
-    )
-
-
-def _mixture_rates(counts: RecordedCounts) -> tuple[float, float, float]:
-    """Returns three counts of our mixture, each divided by base ids: ids, entries installed, and entries read.
-
-    Raises `ValueError` if a domain was not measured.
-    """
-    found = [counts.mean_over_mixture(PHI_35, RATE_WINDOW, column) for column in ("ids", "entries", "entries_used")]
-    if any(value is None for value in found):
-        raise ValueError(f"not every domain was counted with {PHI_35}")
-    rate, entries, used = (value or 0.0 for value in found)
-    return rate, entries, used
 
 
 def _latency_columns() -> Iterator[tuple[str, Cell]]:
@@ -355,14 +231,8 @@ def table_from_records(make: Callable[..., str], *args: Any) -> Callable[[Record
 LATENCY = tuple(_latency_columns())
 TABLES: dict[str, Callable[[Records], str]] = {
     **{f"tokens-{name}": table_from_records(bytes_per_token_table, name) for name in TOKENIZERS},
-    "tokens-paper": table_from_records(paper_only_table),
-    "tokens-code": table_from_records(code_gains_table),
-    **{f"tokens-codebooks-{name}": table_from_records(codebook_sizes_table, name) for name in SEVERAL_SIZES},
     "tokens-rates": table_from_records(merge_sizes_table),
-    "tokens-mixture": table_from_records(mixture_table),
     "tokens-texts": table_from_records(texts_table),
-    "flops": lambda _: flops_table([flops_line(shape, PAPER_RATE, 2.0) for shape in (*TABLE_9, *TRAINED)]),
-    "flops-mixture": table_from_records(mixture_flops_table),
     "codec-latency": make_column_table("codec-figure4", LATENCY),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {

@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.bench.gpu.kernel_launches import counting_launches  # noqa: E402
 from mlx_zip.cuda.kernels.hyper_rows import install_rows  # noqa: E402
+from support.kernel_launches import counting_launches  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
 
