@@ -50,6 +50,15 @@ def test_a_model_is_scored_whole_and_adapted(lines):
     assert cut["change"] == pytest.approx(cut["bits_per_byte"] / whole["bits_per_byte"] - 1, abs=1e-4)
 
 
+def test_bits_of_same_and_split_tokens_add_up(lines):
+    whole, cut = lines
+    before, after = (cut["where"][f"bits_per_byte_{when}"] for when in ("before", "after"))
+    assert sum(before.values()) == pytest.approx(whole["bits_per_byte"], abs=1e-4)
+    assert sum(after.values()) == pytest.approx(cut["bits_per_byte"], abs=1e-4)
+    assert 0 < cut["where"]["tokens_before"] < cut["where"]["tokens_after"]
+    assert cut["where"]["tokens_after"] - cut["where"]["tokens_before"] == cut["tokens"] - whole["tokens"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -22,15 +22,18 @@ def lines(tmp_path, capsys):
     return command
 
 
-def test_every_method_and_rule_is_measured(lines, tmp_path):
+def test_every_method_rule_and_the_library_are_measured(lines, tmp_path):
     (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(HEAD["merges"]) + "\n")
-    first, second = lines(tmp_path / "vocab.bpe", "--merges", "300", "600")
+    first, second, encoding = lines(tmp_path / "vocab.bpe", "--merges", "300", "600")
     for line, n in ((first, 300), (second, 600)):
         assert (line["what"], line["merges"], line["test_bytes"]) == ("utility", n, 15000)
         assert line["utility"].keys() == {"first_k", "top_k", "replay", "final", "whole_list"}
         assert line["utility"]["first_k"] < line["utility"]["replay"] < line["utility"]["whole_list"]
         assert len(line["adapting_s"]["samples"]) == 2
         assert line["swaps"] > 0
+    assert encoding["same_ids"]
+    for name in ("tokenizers", "whole_list", "whole_list_fresh", "adapted", "adapted_fresh"):
+        assert encoding[name]["min"] > 0
 
 
 @needs_gpt2

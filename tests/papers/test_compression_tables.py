@@ -15,6 +15,7 @@ from mlx_zip.bench.papers.zip2zip.compression_tables import (
     RecordedCounts,
     bytes_per_token_table,
     merge_sizes_table,
+    paper_only_table,
     texts_table,
 )
 from mlx_zip.bench.records import Records, column_table
@@ -34,6 +35,7 @@ def counted(tokenizer: str = "llama3", text: str = "code/some", rate: float = 0.
         "domain": text,
         "tokenizer": {"name": tokenizer, "size": 300, "library": "none"},
         "text": {"files": ["a.txt"], "documents": 2, "bytes": 4000, "cut_by_limit": False, "sha256": text},
+        "disabled": "none",
         "base_ids": 1000,
         "bytes_per_base_id": 4.0,
         "columns": COLUMNS,
@@ -64,7 +66,7 @@ def timed(n_bytes: int = 1000, theirs: bool = True) -> dict:
 
 
 def test_the_papers_percentages_are_quotients_of_its_numbers():
-    printed = [(54, 48, 25, 24, 17), (55, 61, 25, 24, 18), (54, 52, 24, 20, 15)]
+    printed = [(54, 48, 25, 24, 17), (55, 61, 25, 24, 18), (54, 52, 24, 20, 15), (70, 61, 28, 23, 20)]
     assert [tuple(round(100 * row.gain(domain)) for domain in DOMAINS) for row in TABLE_2] == printed
 
 
@@ -91,6 +93,7 @@ def test_a_gain_stands_next_to_the_papers():
 def test_a_tokenizer_that_the_paper_has_not_stands_alone():
     counts = RecordedCounts([counted("gpt2", "stories")])
     assert "| stories | 4.00 | 6.15 (+53.8%) | 6.15 (+53.8%) | 5.97 (+49.3%) |" in bytes_per_token_table(counts, "gpt2")
+    assert "Llama-3-128K" in paper_only_table(counts)
 
 
 def test_a_texts_files_and_checks_are_shown():
@@ -140,3 +143,7 @@ def test_texts_that_differ_between_tokenizers_do_not_compare():
     other["text"]["sha256"] = "other"
     with pytest.raises(MlxZipError, match="code/some is not the same text"):
         RecordedCounts([counted(), other])
+
+
+def test_lines_with_disabled_ids_are_left_out_of_the_tables():
+    assert RecordedCounts([{**counted(), "disabled": "digits"}]).tokenizers == []

@@ -5,12 +5,15 @@ model, and the test part is scored strictly, as by `mlx_zip evaluate`; the adapt
 kept. Models with the first N merges and with the N most frequent merges are scored for comparison; N is a share of the
 merge list. The first line of each text is the whole model's.
 
-Source of the method: arXiv 2601.21665, which reports perplexities of other models.
+A line's field `where` splits bits per byte in two: bits of tokens that both tokenizations of the test part share, and
+bits of all other tokens, which the adapted tokenizer splits. Source of the method: arXiv 2601.21665, which reports
+perplexities of other models.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import tempfile
@@ -31,6 +34,7 @@ from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.evaluation.bits import count_window_bits, cut_scored_windows, ratio_standard_error
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.text.documents import Document
+from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapt_vocabulary, count_words
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base_vocabulary
 
@@ -110,7 +114,9 @@ class ModelScore:
     """A model's score on a text, and the model's size.
 
     ids: number of ids that the model reads. tokens: number of base ids. file_bytes: size of the weight files.
-    weight_bytes: bytes of weights that a decoding step reads.
+    weight_bytes: bytes of weights that a decoding step reads. spans: for each document, the (first byte, end) of each
+    token. bits: for each document, the bits of each token. spans and bits are empty for a zip2zip model, and if a
+    document fills several windows.
     """
 
     bits_per_byte: float
@@ -121,6 +127,8 @@ class ModelScore:
     file_bytes: int
     weight_bytes: int
     vocab_size: int
+    spans: tuple[Any, ...] = ()
+    bits: tuple[Any, ...] = ()
 
 
 class AdaptedModels:
@@ -159,6 +167,7 @@ class AdaptedModels:
         scored = score_rows(model, rows, self.args.batch_size)
         bits = np.array([count_window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
+        by_document = not has_hypertokens(model) and len(windows.windows) == len(documents)
         return ModelScore(
             float(bits.sum() / n_bytes.sum()),
             ratio_standard_error(bits, n_bytes),
@@ -168,6 +177,8 @@ class AdaptedModels:
             sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             weight_bytes(model),
             model.layout.vocab_size if has_hypertokens(model) else model.args.vocab_size,
+            tuple(token_spans(tokenizer, document.text) for document in documents) if by_document else (),
+            tuple(-row.logprobs / math.log(2) for row in scored) if by_document else (),
         )
 
     def make_record(
@@ -191,6 +202,7 @@ class AdaptedModels:
             "ids": found.ids,
             "file_bytes": found.file_bytes,
             "step_weight_bytes": found.weight_bytes,
+            "where": bits_on_split_tokens(found, whole) if found.bits and whole.bits else None,
         }
 
     def print_record(self, name: str, line: dict[str, Any]) -> None:
@@ -208,3 +220,33 @@ def convert_model_for_vocabulary(model: Path, vocabulary: Path, out: Path) -> No
     done = subprocess.run([sys.executable, "-m", "mlx_zip", *words], capture_output=True, text=True)
     if done.returncode:
         raise MlxZipError(f"mlx_zip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    ends = np.cumsum(encode_with_bytes(tokenizer, text)[1]).tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def bits_on_split_tokens(found: ModelScore, whole: ModelScore) -> dict[str, Any]:
+    """Splits the bits per byte of the whole model (before) and of the adapted model (after) by kind of token.
+
+    "same": tokens that both tokenizations have at the same place; "split": all other tokens. All bits are divided by
+    the bytes of the whole text. Also counts the bytes of split tokens, and the split tokens before and after.
+    """
+    spent = np.zeros((2, 2))  # bits: rows whole model, adapted model; columns same, split
+    others, split_bytes = [0, 0], 0  # split tokens of either model; bytes that they cover
+    for document in range(len(whole.spans)):
+        same = set(whole.spans[document]) & set(found.spans[document])
+        for side, result in enumerate((whole, found)):
+            split = np.array([span not in same for span in result.spans[document]])
+            spent[side] += [result.bits[document][~split].sum(), result.bits[document][split].sum()]
+            others[side] += int(split.sum())
+        split_bytes += sum(end - begin for begin, end in whole.spans[document] if (begin, end) not in same)
+    per_byte = np.round(spent / whole.n_bytes, 5).tolist()
+    return {
+        "split_bytes": split_bytes,
+        "tokens_before": others[0],
+        "tokens_after": others[1],
+        "bits_per_byte_before": {"same": per_byte[0][0], "split": per_byte[0][1]},
+        "bits_per_byte_after": {"same": per_byte[1][0], "split": per_byte[1][1]},
+    }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.records import (
+    Cell,
     Record,
     Records,
+    column_table,
     machines_table,
+    median_and_range,
     table,
 )
 from mlx_zip.errors import MlxZipError
@@ -49,9 +52,16 @@ LISTS = {"gpt2": "GPT-2", "cl100k_base": "cl100k"}
 COLUMNS = {"first_k": "first-k", "top_k": "top-k", "replay": "adapted"}  # keys of `bench adaptbpe`
 
 
+UTILITY, ENCODING = "utility", "encoding"  # values of a line's field `what`
+
+
+def lines_measuring(what: str) -> Callable[[Sequence[Record]], Iterator[Record]]:
+    return lambda lines: (line for line in lines if line["what"] == what)
+
+
 def utility_table(records: Records) -> str:
     rows, shown = [], ""
-    for line in records.lines("adaptbpe"):
+    for line in lines_measuring(UTILITY)(records.lines("adaptbpe")):
         first = line["text"] != shown
         shown = line["text"]
         found = bold_best([line["utility"][name] for name in COLUMNS])
@@ -64,6 +74,20 @@ def bold_best(values: Sequence[float]) -> list[str]:
     top = max(values)
     alone = sum(value == top for value in values) == 1
     return [f"**{value:.4f}**" if alone and value == top else f"{value:.4f}" for value in values]
+
+
+def _speed_table(records: Records) -> str:
+    lines = list(lines_measuring(ENCODING)(records.lines("adaptbpe")))
+    heads = {
+        "tokenizers": "`tokenizers`",
+        "whole_list": "whole list",
+        "whole_list_fresh": "*fresh*",
+        "adapted": f"adapted, N = {lines[0]['merges']}",
+        "adapted_fresh": "*fresh*",
+    }
+    text: Cell = lambda line: f"{TEXTS[line['text']]} ({line['bytes']:,})"
+    speeds = ((head, lambda line, way=way: median_and_range(line[way], 1)) for way, head in heads.items())
+    return column_table(lines, (("text (bytes)", text), *speeds))
 
 
 def _bits_table(records: Records) -> str:
@@ -88,12 +112,40 @@ def _bits_cell(line: Record | None) -> str:
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 
+def split_token_bits_table(records: Records) -> str:
+    rows = []
+    for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
+        for share, methods in _shares_below_1(shares):
+            line = methods.get("adapt")
+            if line is not None and line["where"]:
+                rows.append([TEXTS.get(text, text), f"{share:.0%}", *split_token_cells(line)])
+    header = [
+        "text",
+        "merges kept",
+        "text in split tokens",
+        "their tokens",
+        "bits per byte on them",
+        "on all the others",
+    ]
+    return table(header, rows)
+
+
+def split_token_cells(line: Record) -> list[str]:
+    where, n_bytes = line["where"], line["test"]["bytes"]
+    before, after = where["bits_per_byte_before"], where["bits_per_byte_after"]
+    return [
+        f"{where['split_bytes'] / n_bytes:.1%}",
+        f"{where['tokens_before']:,} to {where['tokens_after']:,}",
+        *(f"{before[side]:.3f} to {after[side]:.3f}" for side in ("split", "same")),
+    ]
+
+
 def _over_top_k_table(records: Records) -> str:
     """Returns the table of how much more the adapted list saves than the N most frequent merges, by text and N.
 
     Cells are differences of utility in percentage points.
     """
-    lines = records.lines("adaptbpe-wide")
+    lines = list(lines_measuring(UTILITY)(records.lines("adaptbpe-wide")))
     sizes = sorted({line["merges"] for line in lines})
     found: dict[tuple[str, str], dict[int, str]] = {}
     for line in lines:
@@ -143,7 +195,9 @@ def curve_of_method(shares: Any, method: str, key: str) -> tuple[list[float], li
 TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-utility": utility_table,
     "adapt-over-top-k": _over_top_k_table,
+    "adapt-speed": _speed_table,
     "adapt-bits": _bits_table,
+    "adapt-where": split_token_bits_table,
     "adapt-machines": lambda records: machines_table(records, RECORDS),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": utility_and_bits_figure}

@@ -1,4 +1,9 @@
-"""MultiTok: the compression of a corpus by setting, and the memory of the phrases.
+"""MultiTok: how fast phrases are learned and used, their memory, and the compression of a corpus by setting.
+
+Speed is that of encoding unit numbers on one core, including calls into the library and new arrays. It is measured in
+processor time of the thread, so that waits for the core do not count, and compared with an encoder in plain Python over
+tuples. That encoder is written here in the manner of the published code, which is not part of this project; both must
+give the same ids. Trials of the two alternate.
 
 A ratio is the number of tokens after encoding divided by the number of units before (the paper's r, definition 1), in
 the samples that phrases are learned from. --held-out adds the ratios of other samples, encoded with the learned
@@ -10,13 +15,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from mlx_zip.bench.recording import print_record
+from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.bench.recording import print_record, summarize_samples
 from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -38,6 +46,7 @@ PAPER_PRUNED = {0: 0.65, 2: 0.66}  # window -> r with pruning mode "published", 
 PAPER_TOKENS = {"gpt2": {(50, 2): 0.81, (33, 2): 0.88}}
 WINDOWS = (0, 2)  # measured limits of units in a phrase; 0: no limit
 AT_MOST = (1, 2)  # phrases used at most this often are pruned
+SLOW_TRIALS = 3  # most trials of plain Python
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,19 +61,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--tokenizer",
-        help="vocabulary file of `bench tokens`; phrases are made of its ids (default: phrases are made of words)",
+        help="vocabulary file of `bench tokens`; phrases are made of its ids, and only ratios are measured (default: "
+        "phrases are made of words)",
     )
+    add(
+        "--only",
+        choices=("speed", "ratios"),
+        help="measure only the speed of encoding, or only the ratios of tokens to units (default: both; with "
+        "--tokenizer ratios)",
+    )
+    add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures ratios and prints one JSON line per result.
+    """Measures speed and ratios and prints one JSON line per result.
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
     if not args.text:
         raise MlxZipError("--text is missing")
+    check_flags_at_least(args, 1, "trials")
+    if args.tokenizer and args.only == "speed":
+        raise MlxZipError("--only speed measures words: leave --tokenizer out")
     corpus = PhraseCorpus(args)
-    for line in ratio_records(corpus):
+    speeds = [] if args.tokenizer or args.only == "ratios" else speed_records(corpus, args.trials)
+    for line in [*speeds, *([] if args.only == "speed" else ratio_records(corpus))]:
         print_record({"bench": "multitok", **line, "data": corpus.record})
         print(f"{line['what']}: {line['setting']}", file=sys.stderr)
     return 0
@@ -109,6 +130,107 @@ class PhraseCorpus:
         made = Dictionary(Settings(self.units, window))
         first, rest = self.learned.split_at(count_leading_samples(len(self.learned), percent))
         return made, Samples.join([made.train(first), made.encode_as_single_units(rest)])
+
+
+# ---- speed
+
+
+def speed_records(corpus: PhraseCorpus, trials: int) -> Iterator[dict[str, Any]]:
+    samples, tuples = corpus.learned, [tuple(sample.tolist()) for sample in corpus.learned]
+    for window in WINDOWS:
+        dictionary, ids = corpus.learn_dictionary(window)
+        known, plain_ids = learn_phrases_in_plain_python(tuples, corpus.units.size, window)
+        if plain_ids != ids.to_lists():
+            raise MlxZipError("the plain encoder gives other ids than the library: one of them is wrong")
+        setting = {"window": window}
+        learn = lambda window=window: Dictionary(Settings(corpus.units, window)).train(samples)
+        slow = lambda window=window: learn_phrases_in_plain_python(tuples, corpus.units.size, window)
+        bytes_per_phrase = (dictionary.nbytes - 4 * corpus.units.size) / len(dictionary)
+        yield {
+            "what": "train",
+            "setting": setting,
+            **compare_speeds(len(samples.ids), trials, learn, slow),
+            "phrases": len(dictionary),
+            "bytes_per_phrase": round(bytes_per_phrase, 2),
+        }
+        use = lambda dictionary=dictionary: dictionary.encode_all(samples)
+        slow = lambda known=known: [encode_in_plain_python(known, sample) for sample in tuples]
+        if slow() != use().to_lists():
+            raise MlxZipError("the plain encoder gives other ids than the library: one of them is wrong")
+        yield {"what": "encode", "setting": setting, **compare_speeds(len(samples.ids), trials, use, slow)}
+        pruned = prune(dictionary, 1)
+        for matching in ("longest", "walk"):
+            use = lambda pruned=pruned, matching=matching: pruned.encode_all(samples, matching=matching)
+            yield {
+                "what": "encode",
+                "setting": {**setting, "pruned": 1, "matching": matching},
+                **compare_speeds(len(samples.ids), trials, use, None),
+            }
+
+
+def learn_phrases_in_plain_python(
+    samples: Sequence[tuple[int, ...]], units: int, window: int
+) -> tuple[dict[tuple[int, ...], int], list[list[int]]]:
+    """Learns phrases in plain Python; returns the id of each unit and phrase (from 1 on), and the ids of each sample.
+
+    samples: unit numbers. units: number of units. window: most units in a phrase; 0: no limit.
+    """
+    known: dict[tuple[int, ...], int] = {(unit,): 1 + unit for unit in range(units)}
+    encoded = []
+    for sample in samples:
+        ids, at, n = [], 0, len(sample)
+        while at < n:
+            end = at + 1
+            stop = n if window == 0 else min(n, at + window)
+            while end < stop and sample[at : end + 1] in known:
+                end += 1
+            ids.append(known[sample[at:end]])
+            if end < stop:
+                known[sample[at : end + 1]] = 1 + len(known)
+            at = end
+        encoded.append(ids)
+    return known, encoded
+
+
+def encode_in_plain_python(known: dict[tuple[int, ...], int], sample: tuple[int, ...]) -> list[int]:
+    """Encodes a sample in plain Python without learning; returns its ids. known: the id of each unit and phrase."""
+    ids, at, n = [], 0, len(sample)
+    while at < n:
+        end, id = at + 1, known[sample[at : at + 1]]
+        while end < n:
+            longer = known.get(sample[at : end + 1])
+            if longer is None:
+                break
+            end, id = end + 1, longer
+        ids.append(id)
+        at = end
+    return ids
+
+
+def compare_speeds(
+    n_units: int, trials: int, ours: Callable[[], Any], plain: Callable[[], Any] | None
+) -> dict[str, Any]:
+    """Times two functions that process the same `n_units` units, alternately; returns their speeds and the ratio.
+
+    Speeds are in millions of units per second. plain: the version in plain Python, which gets at most `SLOW_TRIALS`
+    trials; None if there is none.
+    """
+    ours()  # warm-up
+    mine, other = [], []
+    for trial in range(trials):
+        mine.append(_million_units_per_s(ours, n_units))
+        if plain is not None and trial < SLOW_TRIALS:
+            other.append(_million_units_per_s(plain, n_units))
+    record = {"unit": "million units per s", "ours": summarize_samples(mine)}
+    if other:
+        record |= {"plain_python": summarize_samples(other), "ratio": round(median(mine) / median(other), 1)}
+    return record
+
+
+def _million_units_per_s(call: Callable[[], Any], n_units: int) -> float:
+    begun = time.thread_time()
+    call()
+    return n_units / (time.thread_time() - begun) / 1e6
 
 
 # ---- ratios

@@ -9,11 +9,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Record, Records, column_table, table
+from mlx_zip.bench.records import Cell, Record, Records, column_table, median_and_range, table
 from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def speed_table(records: Records) -> str:
+    lines = (line for line in records.lines("multitok") if line["what"] in ("train", "encode"))
+    columns: tuple[tuple[str, Cell], ...] = (
+        ("", measured_by),
+        WINDOW,
+        ("M units/s", lambda line: median_and_range(line["ours"])),
+        ("plain Python", lambda line: median_and_range(line.get("plain_python"))),
+        ("ratio", lambda line: f"{line['ratio']}x" if "ratio" in line else ""),
+        ("bytes per phrase", lambda line: str(line.get("bytes_per_phrase", ""))),
+    )
+    return column_table(lines, columns)
+
+
+def measured_by(line: Record) -> str:
+    setting = line["setting"]
+    return f"encode, pruned, {setting['matching']}" if "pruned" in setting else line["what"]
 
 
 def _ratios_table(records: Records) -> str:
@@ -204,6 +222,7 @@ def training_loss_figure(lines: Sequence[Record]) -> Figure:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
+    "multitok-speed": speed_table,
     "multitok-ratios": _ratios_table,
     "multitok-pruned": _pruned_table,
     "multitok-cascade": _tokenizer_ratios_table,

@@ -26,12 +26,12 @@ MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # as in the paper (§3.1
 class PaperRows:
     """A tokenizer's two rows of the paper's table 2: bytes per token on each of `DOMAINS`.
 
-    name: the tokenizer's name in the paper. ours: its name in our records. base, compressed: the paper's figures
-    without and with hypertokens.
+    name: the tokenizer's name in the paper. ours: the tokenizer's name in our records, None if it was not measured.
+    base, compressed: the paper's figures without and with hypertokens.
     """
 
     name: str
-    ours: str
+    ours: str | None
     base: tuple[float, ...]
     compressed: tuple[float, ...]
 
@@ -50,6 +50,7 @@ TABLE_2 = (
     PaperRows("Llama-3-128K", "llama3", (4.1, 2.7, 5.1, 3.8, 4.6), (6.3, 4.0, 6.4, 4.7, 5.4)),
     PaperRows("Qwen-2-150K", "qwen", (4.0, 2.3, 5.1, 3.7, 4.4), (6.2, 3.7, 6.4, 4.6, 5.2)),
     PaperRows("Phi-4-200K", "o200k_base", (4.1, 2.7, 5.4, 4.6, 4.7), (6.3, 4.1, 6.7, 5.5, 5.4)),
+    PaperRows("Gemma-3-256K", None, (3.3, 2.3, 5.0, 4.4, 4.5), (5.6, 3.7, 6.4, 5.4, 5.4)),
 )
 PHI_35 = "llama2"  # our name of Phi-3.5's tokenizer, for which table 7 gives rates
 
@@ -62,7 +63,7 @@ def paper_rows_of(tokenizer: str) -> PaperRows | None:
 
 
 class RecordedCounts:
-    """Lines of `bench tokens` by tokenizer and text.
+    """Lines of `bench tokens` by tokenizer and text; only lines without disabled ids.
 
     Raises `MlxZipError` if two lines have the same tokenizer and text, or a text's content differs between lines.
     """
@@ -71,6 +72,8 @@ class RecordedCounts:
         self.lines: dict[tuple[str, str], Record] = {}
         texts: dict[str, str] = {}
         for line in lines:
+            if line["bench"] != "tokens" or line["disabled"] != "none":
+                continue
             tokenizer, text = key = line["tokenizer"]["name"], line["domain"]
             if key in self.lines:
                 raise MlxZipError(f"{tokenizer} on {text} was measured twice; keep one of the lines")
@@ -170,6 +173,15 @@ def bytes_per_token_table(counts: RecordedCounts, tokenizer: str) -> str:
     return table(["text", "base", *windows, *theirs], rows)
 
 
+def paper_only_table(counts: RecordedCounts) -> str:
+    rows = []
+    for row in TABLE_2:
+        if row.ours not in counts.tokenizers:
+            rows.append([row.name, *(f"{value:.1f}" for value in row.base)])
+            rows.append(["with hypertokens", *(_paper_cells(row, domain)[1] for domain in DOMAINS)])
+    return table(["tokenizer", *DOMAINS], rows)
+
+
 def _rate_cell(base: float, rate: float | None) -> str:
     return "-" if rate is None else f"{base / rate:.2f} ({1 / rate - 1:+.1%})"
 
@@ -231,6 +243,7 @@ def table_from_records(make: Callable[..., str], *args: Any) -> Callable[[Record
 LATENCY = tuple(_latency_columns())
 TABLES: dict[str, Callable[[Records], str]] = {
     **{f"tokens-{name}": table_from_records(bytes_per_token_table, name) for name in TOKENIZERS},
+    "tokens-paper": table_from_records(paper_only_table),
     "tokens-rates": table_from_records(merge_sizes_table),
     "tokens-texts": table_from_records(texts_table),
     "codec-latency": make_column_table("codec-figure4", LATENCY),
