@@ -24,6 +24,14 @@ def test_a_pipe_in_place_of_the_json_file_is_refused_before_anything_is_measured
     assert "is a folder or device, not a file" in capsys.readouterr().err
 
 
+def test_a_pack_in_place_of_the_json_file_is_not_overwritten(tmp_path, capsys):
+    pack = tmp_path / "pack.json"
+    pack.write_text("[[1, 2]]")
+    assert main(["evaluate", "--model", "none", "--data", "none.txt", "--pack", str(pack), "--out", str(pack)]) == 2
+    assert f"--out {pack}: the same command reads or writes that file" in capsys.readouterr().err
+    assert pack.read_text() == "[[1, 2]]"
+
+
 @pytest.mark.parametrize(
     ("flag", "told"), [("--out", "--out .: is a folder"), ("--pack", "pack is"), ("--prompts", "--generate")]
 )
