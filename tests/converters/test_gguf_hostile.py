@@ -370,6 +370,16 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, 
     assert [one.name for one in tmp_path.iterdir()] == ["model.gguf"]
 
 
+def test_a_token_too_long_to_be_split_in_every_way_is_refused(tmp_path):
+    tokenizer = vocabularies.pieces()
+    tokens, types = tokenizer[f"{GGML}tokens"], tokenizer[f"{GGML}token_type"]
+    model = tiny("llama", vocab=len(tokens))
+    longest = [*tokens]
+    longest[int(np.flatnonzero(types == 1)[0])] = "a" * 100_000
+    line = check_refused(tmp_path, encode({**model.metadata, **tokenizer, f"{GGML}tokens": longest}, model.tensors()))
+    assert "a piece has 100000 characters; at most 1024 are supported" in line
+
+
 def test_more_control_tokens_than_the_library_can_hold_are_refused(tmp_path):
     size = (1 << 16) + 301
     tokens = [*parts()[0][f"{GGML}tokens"], *(f"<{i}>" for i in range(size - 300))]
