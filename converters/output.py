@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -57,8 +58,8 @@ _OnTensor = Callable[[str, mx.array, memoryview], None]
 
 def refuse_existing_path(path: Path, flag: str = "--mlx-path") -> None:
     """Raises `ConversionError` if something exists at `path`. flag: command-line flag of the path, for the message."""
-    if "\0" in str(path):
-        raise ConversionError(f"{flag} {str(path)!r} is not a file name")
+    if re.search("[\0\ud800-\udfff]", str(path)):  # the library tokenizers writes to UTF-8 names only
+        raise ConversionError(f"{flag} {str(path)!r} is not a file name in UTF-8")
     if os.path.lexists(path):
         raise ConversionError(f"{path} already exists; delete it or choose another {flag}")
 

@@ -299,11 +299,13 @@ def refuse_json_constant(text: str) -> float:
 def write_json(path: Path, data: Any) -> None:
     """Writes JSON with sorted keys and an indent of two, whole or not at all; equal data give equal bytes.
 
-    A list of integers is written on one line. Raises `OSError`, and `ValueError` for NaN and infinity.
+    A list of integers is written on one line. A lone surrogate, as in a path that is not UTF-8, becomes a JSON escape.
+    Raises `OSError`, and `ValueError` for NaN and infinity.
     """
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     with atomic_file(path) as partial:
-        partial.write_text(_INTEGERS.sub(lambda found: " ".join(found[0].split()), text) + "\n", encoding="utf-8")
+        text = _INTEGERS.sub(lambda found: " ".join(found[0].split()), text)
+        partial.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 @contextlib.contextmanager

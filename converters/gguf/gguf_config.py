@@ -97,7 +97,7 @@ class GgufSettings:
         tensor = self.file.tensors[name]
         if tensor.kind.name != "F32" or tensor.shape != (count,):
             raise self.error(f"{name} must hold {count} values in F32, got {list(tensor.shape)} in {tensor.kind.name}")
-        values = np.frombuffer(self.file.data, "<f4", count, tensor.offset)
+        values = self.file.read_bytes(tensor.offset, tensor.nbytes).view("<f4")
         if not (np.isfinite(values) & (values > 0)).all():
             raise self.error(f"{name} must hold finite numbers above zero")
         return [float(str(value)) for value in values]

@@ -206,7 +206,8 @@ def _write_gguf_model(
         found, meant = read_tokenizer_facts(folder), tokenizer.library.encode(PROBE, add_special_tokens=False).ids
         if found.probe != tuple(meant) or found.length != tokenizer.library.get_vocab_size():
             raise source.error(f"transformers reads the written tokenizer ({found.kind}) with other ids")
-        (folder / "README.md").write_text(_gguf_model_card(config["mlx_zip"]["source"]), encoding="utf-8")
+        card = _gguf_model_card(config["mlx_zip"]["source"])
+        (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")  # a name may not be UTF-8
 
 
 def _gguf_model_card(record: dict[str, Any]) -> str:

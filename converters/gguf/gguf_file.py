@@ -5,14 +5,14 @@ Source of the format: gguf.md of ggml, versions 2 and 3; block layouts: ggml-com
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +25,7 @@ MAX_HEADER_BYTES = 100_000_000  # metadata and tensor list; the largest known fi
 MAX_ITEMS = 1 << 21  # items per array; the largest known vocabularies have 0.5 million merges
 MAX_TENSORS, MAX_KEYS, MAX_NAME_BYTES = 1 << 16, 1 << 12, 256
 GROUP = 32  # weights in a block of Q8_0, Q4_0 and Q4_1, and the group size of their MLX form
-_CHUNK = 1 << 23  # values of a tensor that are held in float32 at a time
+_CHUNK = 1 << 23  # values of a tensor that are read at a time
 
 
 @dataclass(frozen=True)
@@ -86,18 +86,29 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The content of a file. metadata: values by key; an array is a NumPy array or a list of strings. data: the whole
-    file, memory-mapped.
+    """The content of a file. metadata: values by key; an array is a NumPy array or a list of strings.
+
+    version: size and time of change of the file whose header was read. The tensors are read from the same version only:
+    methods that read the file raise `ConversionError` if the file has changed or cannot be read.
     """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
-    data: memoryview
+    version: tuple[int, int]
 
     def sha256(self) -> str:
         """Returns the hash of the whole file in hex."""
-        return hashlib.sha256(self.data).hexdigest()
+        with _open_unchanged(self.path, self.version) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def read_bytes(self, begin: int, size: int) -> np.ndarray:
+        """Returns `size` bytes of the file, uint8 [size], from the byte `begin` on."""
+        data = np.empty(size, np.uint8)
+        with _open_unchanged(self.path, self.version) as file:
+            file.seek(begin)
+            file.readinto(data)
+        return data
 
     def dense_values(
         self, tensor: GgufTensor, dtype: mx.Dtype, order: np.ndarray | None, shift: float = 0.0
@@ -107,15 +118,14 @@ class GgufFile:
         order: indices of the rows to return, None for all rows in the file's order. Raises `ConversionError` if a value
         is not finite in `dtype`, and `InstallationError` if the library gguf is needed and missing.
         """
-        rows = self._row_bytes(tensor, order)
-        step = max(1, _CHUNK * len(rows) // prod(tensor.shape))
-        parts = (_dequantize_rows(rows[i : i + step], tensor.kind) + shift for i in range(0, len(rows), step))
+        parts = (_dequantize_rows(rows, tensor.kind) + shift for rows in self._iterate_rows(tensor, order))
         made = [self._cast_to_finite(part, dtype, f"{tensor.name} has a value") for part in parts]
-        return (mx.concatenate(made) if len(made) > 1 else made[0]).reshape(tensor.shape)
+        return mx.concatenate(made).reshape(tensor.shape)
 
     def packed_words(self, tensor: GgufTensor, order: np.ndarray | None) -> mx.array:
         """Returns the integers of a Q8_0, Q4_0 or Q4_1 matrix as MLX packs them: uint32 [rows, columns * bits / 32]."""
-        return mx.array(_unpack_levels(self._row_bytes(tensor, order), tensor.kind))
+        parts = (_unpack_levels(rows, tensor.kind) for rows in self._iterate_rows(tensor, order))
+        return mx.concatenate([mx.array(part) for part in parts])
 
     def packed_scales(
         self, tensor: GgufTensor, order: np.ndarray | None, dtype: mx.Dtype, biases: bool = False
@@ -124,8 +134,9 @@ class GgufFile:
 
         The values are exact in float16 and float32. Raises `ConversionError` if a value is not finite in `dtype`.
         """
-        stored = _read_scales(self._row_bytes(tensor, order), tensor.kind)[biases]
-        return self._cast_to_finite(mx.array(stored), dtype, f"{tensor.name} has a scale")
+        parts = (_read_scales(rows, tensor.kind)[biases] for rows in self._iterate_rows(tensor, order))
+        made = [self._cast_to_finite(mx.array(part), dtype, f"{tensor.name} has a scale") for part in parts]
+        return mx.concatenate(made)
 
     def _cast_to_finite(self, values: mx.array, dtype: mx.Dtype, what: str) -> mx.array:
         """Casts float32 values to `dtype`. Raises `ConversionError`, naming `what`, unless the results are finite."""
@@ -135,13 +146,18 @@ class GgufFile:
             raise ConversionError(f"{self.path}: {what} that is not finite in {dtype_name(dtype)}{hint}")
         return made
 
-    def _row_bytes(self, tensor: GgufTensor, order: np.ndarray | None) -> np.ndarray:
-        """Returns the bytes of a matrix, uint8 [rows, row_bytes], or of a vector, uint8 [columns, bytes per value].
+    def _iterate_rows(self, tensor: GgufTensor, order: np.ndarray | None) -> Iterator[np.ndarray]:
+        """Yields a tensor's bytes part by part: uint8 [rows, row_bytes], or [columns, bytes per value] for a vector.
 
-        Copies the bytes only if `order` is given.
+        order: indices of the rows to yield, None for all rows in the file's order.
         """
-        rows = np.frombuffer(self.data, np.uint8, tensor.nbytes, tensor.offset).reshape(tensor.shape[0], -1)
-        return rows if order is None else rows[order]
+        count = tensor.shape[0]
+        row_bytes, step = tensor.nbytes // count, max(1, _CHUNK * count // prod(tensor.shape))
+        for begin in range(0, count, step):
+            rows = np.arange(begin, min(begin + step, count)) if order is None else order[begin : begin + step]
+            first, last = int(rows.min()), int(rows.max()) + 1
+            data = self.read_bytes(tensor.offset + first * row_bytes, (last - first) * row_bytes)
+            yield data.reshape(last - first, row_bytes)[rows - first]
 
 
 def _unpack_levels(rows: np.ndarray, kind: TensorKind) -> np.ndarray:
@@ -184,27 +200,53 @@ def gguf_dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
     return lambda rows, name: gguf.dequantize(rows, gguf.GGMLQuantizationType[name])
 
 
+@contextlib.contextmanager
+def _open_unchanged(path: Path, version: tuple[int, int] | None = None) -> Iterator[BinaryIO]:
+    """Context manager: opens a file to read. Raises `ConversionError` if the file cannot be read or changes meanwhile.
+
+    version: result of `_file_version` that the file must have after the block, None for the one before the block.
+    """
+    with errors_as(ConversionError, f"cannot read {path}", OSError), open(path, "rb") as file:
+        before = version or _file_version(file)
+        try:
+            yield file
+        finally:  # also explains an error in the block
+            if _file_version(file) != before:
+                raise ConversionError(f"{path}: the file changed while it was read; convert it again")
+
+
+def _file_version(file: BinaryIO) -> tuple[int, int]:
+    """Returns an open file's size in bytes and the time of its last change in nanoseconds."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
 def read_gguf(path: Path) -> GgufFile:
-    """Returns the content of a file, with the tensors' data memory-mapped. Raises `ConversionError` if a check fails.
+    """Returns the content of a file, with tensors that are read later. Raises `ConversionError` if a check fails.
 
     Checks every length, type and string. Checks also that no key or tensor name occurs twice, and that the tensors lie
     one after another and fill the file.
     """
-    with errors_as(ConversionError, f"cannot read {path}", OSError, ValueError), open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size < 24 or file.read(4) != MAGIC:
+    with _open_unchanged(path) as file:
+        version = _file_version(file)
+        if version[0] < 24 or file.read(4) != MAGIC:
             raise ConversionError(f"{path} is no GGUF file, or its beginning is missing")
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    return _HeaderReader(path, data).read_header()
+        metadata, tensors = _HeaderReader(path, file, version[0]).read_header()
+        return GgufFile(path, metadata, tensors, version)
 
 
 class _HeaderReader:
-    """Reads a file's header from front to back. Each read is checked against the file's end. at: the position."""
+    """Reads a file's header from front to back. Each read is checked against the file's end.
 
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.at = path, data, 4
-        self.end = min(len(data), MAX_HEADER_BYTES)
+    size: bytes of the file. at: the position.
+    """
 
-    def read_header(self) -> GgufFile:
+    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+        self.path, self.file, self.size, self.at = path, file, size, 4
+        self.end = min(size, MAX_HEADER_BYTES)
+
+    def read_header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        """Returns the metadata and the tensors, by name."""
         version = self.read_number(_U32)
         if version not in (2, 3):
             big = version in (2 << 24, 3 << 24)
@@ -218,17 +260,17 @@ class _HeaderReader:
         for _ in range(tensors):
             name = self.read_name("tensor", listed)
             listed[name] = self.read_tensor_entry(name)
-        return GgufFile(self.path, metadata, self.place_tensors(listed, metadata), self.data)
+        return metadata, self.place_tensors(listed, metadata)
 
     def error(self, what: str) -> ConversionError:
         return ConversionError(f"{self.path}: {what}")
 
-    def take_bytes(self, size: int) -> memoryview:
+    def take_bytes(self, size: int) -> bytes:
         if size > self.end - self.at:
             longer = "is longer than this reader allows" if self.end == MAX_HEADER_BYTES else "is truncated or damaged"
-            raise self.error(f"the header {longer}: {size} bytes are needed at byte {self.at} of {len(self.data)}")
+            raise self.error(f"the header {longer}: {size} bytes are needed at byte {self.at} of {self.size}")
         self.at += size
-        return self.data[self.at - size : self.at]
+        return self.file.read(size)
 
     def read_number(self, kind: int) -> Any:
         dtype = np.dtype(_NUMBERS[kind])
@@ -290,19 +332,19 @@ class _HeaderReader:
 
     def read_strings(self, count: int, key: str) -> list[str]:
         """Returns the next `count` strings. Faster than `read_string`, because a vocabulary may have a million."""
-        data, at, end, found = self.data, self.at, self.end, []
+        read, at, end, found = self.file.read, self.at, self.end, []
         for _ in range(count):
-            begin = at + 8
-            last = begin + int.from_bytes(data[at:begin], "little")
-            if begin > end or last > end:
+            last = at + 8 + int.from_bytes(read(8), "little")
+            if last > end:
                 break
             try:
-                found.append(str(data[begin:last], "utf-8"))
+                found.append(str(read(last - at - 8), "utf-8"))
             except UnicodeDecodeError:
                 break
             at = last
         self.at = at
         if len(found) < count:
+            self.file.seek(at)
             self.read_string(key)  # raises
         return found
 
@@ -336,8 +378,8 @@ class _HeaderReader:
             placed[tensor.name] = GgufTensor(tensor.name, tensor.kind, tensor.shape, end)
             last = end + tensor.nbytes
             end = -(-last // step) * step
-            if last > len(self.data):
-                raise self.error(f"the file is truncated: {tensor.name} ends at byte {last} of {len(self.data)}")
-        if len(self.data) > end:
-            raise self.error(f"{len(self.data) - end} bytes follow the last tensor, which nothing accounts for")
+            if last > self.size:
+                raise self.error(f"the file is truncated: {tensor.name} ends at byte {last} of {self.size}")
+        if self.size > end:
+            raise self.error(f"{self.size - end} bytes follow the last tensor, which nothing accounts for")
         return placed

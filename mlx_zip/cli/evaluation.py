@@ -140,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
     if given and not args.tasks:
         raise DataError("--tasks names no task; lm-eval ls tasks lists them")
     what = EvaluationOptions(**{field.name: getattr(args, field.name) for field in fields(EvaluationOptions)})
-    out = None if args.out is None else checked_output_path("--out", args.out, read=[*args.data, args.prompts])
+    read = [*args.data, args.prompts, *(args.pack or ())]
+    out = None if args.out is None else checked_output_path("--out", args.out, read=read)
     engine_choice.check_engine_flags(args)
     engine_choice.choose_engine(args, *args.model)
     with engine_choice.open_row_store(args) as store:

@@ -19,7 +19,7 @@ from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.scoring import context_limit, scores_itself
 from mlx_zip.engine.sampling.options import Sampling
-from mlx_zip.errors import DataError, GenerationError, ModelError, failure_reason
+from mlx_zip.errors import DataError, GenerationError, ModelError, errors_as, failure_reason
 from mlx_zip.evaluation import tasks as benchmark
 from mlx_zip.evaluation.bits import (
     BitsResult,
@@ -47,6 +47,7 @@ from mlx_zip.packs.pack import Pack
 from mlx_zip.progress import ProgressBar, pluralize
 from mlx_zip.text.conversations import Conversation, Prompt, document_openings, make_conversations, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
+from mlx_zip.text.stream import StopMatcher
 from mlx_zip.text.tokenizers import load_tokenizer
 
 LARGEST_DEFAULT_CONTEXT = 1024
@@ -120,6 +121,7 @@ class EvaluationOptions:
         if self.max_tokens < 1 and self.max_tokens != -1:
             raise DataError(f"max_tokens (--max-tokens) must be at least 1, or -1 for no limit, got {self.max_tokens}")
         Sampling(temp=self.temp, top_p=self.top_p, seed=self.seed)  # raises for values out of range
+        StopMatcher(self.stop)  # raises for an empty string
 
     def _check_tasks(self) -> None:
         """Raises `DataError` if no tasks are named but a setting for tasks differs from its default."""
@@ -271,7 +273,7 @@ class _Evaluation:
         return "; ".join(parts)
 
     def measure_model(self, name: str) -> dict[str, Any]:
-        """Loads a model and returns all its figures."""
+        """Loads a model and returns all its figures. The message of a `ModelError` begins with the model's name."""
         model, tokenizer = self._load_model(self.folders[name])
         if self.pack is not None and has_hypertokens(model):
             chosen_packs.check_pack_fits(self.pack, model, tokenizer)
@@ -281,12 +283,13 @@ class _Evaluation:
         if has_hypertokens(model):
             record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
             record |= {"canonical": model.config.canonical, **chosen_packs.pack_record(self.pack, model)}
-        if self.windows is not None:
-            record["text"] = self._measure_bits(name, model, self.windows)
-        if self.options.generate is not None:
-            record["generation"] = self._measure_rates(name, model, tokenizer)
-        if self.options.tasks:
-            record["tasks"] = self._run_tasks(model, tokenizer)
+        with errors_as(ModelError, name, ModelError):  # says which of several models has failed
+            if self.windows is not None:
+                record["text"] = self._measure_bits(name, model, self.windows)
+            if self.options.generate is not None:
+                record["generation"] = self._measure_rates(name, model, tokenizer)
+            if self.options.tasks:
+                record["tasks"] = self._run_tasks(model, tokenizer)
         if scores_itself(model):
             model.close()
         return record

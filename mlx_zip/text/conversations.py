@@ -75,6 +75,10 @@ def make_conversations(prompts: Sequence[Prompt], count: int, turns: int, repeat
     n = len(prompts)
     if count < 1 or turns < 1:
         raise DataError(f"conversations (--generate) and turns (--turns) must be at least 1, got {count} and {turns}")
+    if n == 0:
+        raise DataError(
+            "the first base ids of the documents hold no whole character: raise --opening, or give --prompts"
+        )
     if count > n and not repeat:
         raise DataError(f"{count} continuations (--generate) of {n} prompts would repeat: greedy text never varies")
     if turns > n:

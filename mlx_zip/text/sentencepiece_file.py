@@ -18,6 +18,7 @@ from mlx_zip.vocab.first_stage import read_uncompressed
 UNIGRAM, BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
 SPACE = "▁"
+MAX_PIECE_LENGTH = 1024  # characters of a piece of BPE; each is tried as a border between two pieces
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 
@@ -37,7 +38,7 @@ class SentencePieceModel:
     single_spaces: bool
 
     def build_tokenizer(self) -> Any:
-        """Returns the `tokenizers.Tokenizer` with these ids. Raises `DataError` if the algorithm is not supported."""
+        """Returns the `tokenizers.Tokenizer` with these ids. Raises `DataError` if it cannot be built."""
         from tokenizers import AddedToken, Tokenizer
 
         if self.algorithm not in (UNIGRAM, BPE):
@@ -60,11 +61,16 @@ class SentencePieceModel:
         return any(kind == _BYTE for _, _, kind in self.pieces)
 
     def _build_bpe(self) -> Any:
-        """Returns the BPE model. Two pieces may merge if they spell a third; the highest score merges first."""
+        """Returns the BPE model. Two pieces may merge if they spell a third; the highest score merges first.
+
+        Raises `DataError` if a piece is longer than `MAX_PIECE_LENGTH`.
+        """
         from tokenizers import models
 
         ids = {text: i for i, (text, _, _) in enumerate(self.pieces)}
         normal = {text: score for text, score, kind in self.pieces if kind == _NORMAL}
+        if (longest := max(map(len, normal), default=0)) > MAX_PIECE_LENGTH:
+            raise DataError(f"{self.path}: a piece has {longest} characters; at most {MAX_PIECE_LENGTH} are supported")
         merges = [
             (text[:i], text[i:])
             for text in sorted(normal, key=lambda text: (-normal[text], ids[text]))

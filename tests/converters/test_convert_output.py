@@ -45,10 +45,12 @@ def test_a_repository_name_that_cannot_be_is_refused_before_any_work(name: str, 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_name_that_cannot_be_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a\0b", "a\udcffb"], ids=["zero byte", "not UTF-8"])
+def test_an_output_name_that_cannot_be_is_refused(tmp_path: Path, name: str) -> None:
     write_checkpoint(tmp_path / "src")
     with pytest.raises(MlxZipError, match="is not a file name"):
-        convert(tmp_path / "src", tmp_path / "a\0b")
+        convert(tmp_path / "src", tmp_path / name)
+    assert [one.name for one in tmp_path.iterdir()] == ["src"]
 
 
 def fail_at(call: int, error: BaseException) -> Callable[[Any], memoryview]:

@@ -348,6 +348,15 @@ def test_a_file_is_known_by_its_first_bytes_whatever_its_name(tmp_path):
     assert config_of(convert(tmp_path / "sha256-0123", tmp_path / "out"))["mlx_zip"]["source"]["path"] == "sha256-0123"
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names on a Mac are UTF-8")
+def test_a_file_whose_name_is_not_utf8_is_converted_and_its_name_recorded(tmp_path):
+    path = tmp_path / "mod\udcffel.gguf"
+    written(path)
+    out = convert(path, tmp_path / "out")
+    assert config_of(out)["mlx_zip"]["source"]["path"] == path.name
+    assert "mod\\udcffel.gguf" in (out / "README.md").read_text()
+
+
 def test_a_folder_with_one_file_stands_for_the_file(tmp_path):
     (tmp_path / "folder").mkdir()
     written(tmp_path / "folder" / "model.gguf")

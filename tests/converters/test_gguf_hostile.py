@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import tracemalloc
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlx_zip.converters import output
 from mlx_zip.converters.gguf.gguf_file import read_gguf
 from mlx_zip.errors import ConversionError, ModelError
 from mlx_zip.models.model_folder import find_model_folder
@@ -345,6 +347,37 @@ def test_a_header_that_never_ends_is_refused_before_it_is_read(tmp_path):
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 21) + keys)
     with pytest.raises(ConversionError, match="truncated or damaged"):
         read_gguf(path)
+
+
+@pytest.mark.parametrize("change", ["shorter", "empty", "rewritten"])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, change):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole())
+
+    def then_change(*arguments: Any) -> None:
+        with open(path, "r+b") as file:
+            if change == "rewritten":
+                file.write(whole())
+                os.utime(path, ns=(1, 1))
+            else:
+                file.truncate(0 if change == "empty" else header_bytes() + 100)
+        write_model(*arguments)
+
+    write_model = output.write_model
+    monkeypatch.setattr(output, "write_model", then_change)
+    with pytest.raises(ConversionError, match=f"^{path}: the file changed while it was read; convert it again"):
+        convert(path, tmp_path / "out")
+    assert [one.name for one in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_a_token_too_long_to_be_split_in_every_way_is_refused(tmp_path):
+    tokenizer = vocabularies.pieces()
+    tokens, types = tokenizer[f"{GGML}tokens"], tokenizer[f"{GGML}token_type"]
+    model = tiny("llama", vocab=len(tokens))
+    longest = [*tokens]
+    longest[int(np.flatnonzero(types == 1)[0])] = "a" * 100_000
+    line = check_refused(tmp_path, encode({**model.metadata, **tokenizer, f"{GGML}tokens": longest}, model.tensors()))
+    assert "a piece has 100000 characters; at most 1024 are supported" in line
 
 
 def test_more_control_tokens_than_the_library_can_hold_are_refused(tmp_path):

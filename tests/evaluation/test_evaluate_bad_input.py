@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -21,6 +22,14 @@ def test_a_pipe_in_place_of_the_json_file_is_refused_before_anything_is_measured
     os.mkfifo(tmp_path / "pipe")
     assert main(["evaluate", "--model", "none", "--data", "none.txt", "--out", str(tmp_path / "pipe")]) == 2
     assert "is a folder or device, not a file" in capsys.readouterr().err
+
+
+def test_a_pack_in_place_of_the_json_file_is_not_overwritten(tmp_path, capsys):
+    pack = tmp_path / "pack.json"
+    pack.write_text("[[1, 2]]")
+    assert main(["evaluate", "--model", "none", "--data", "none.txt", "--pack", str(pack), "--out", str(pack)]) == 2
+    assert f"--out {pack}: the same command reads or writes that file" in capsys.readouterr().err
+    assert pack.read_text() == "[[1, 2]]"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +55,16 @@ def test_the_table_is_printed_although_the_json_file_cannot_be_written(tmp_path,
     told = capsys.readouterr()
     assert told.out == "the table\n"
     assert "No space left on device" in told.err
+
+
+def test_the_record_can_name_a_text_file_whose_name_is_not_utf8(tmp_path, capsys, monkeypatch):
+    record = {"data": {"files": [str(tmp_path / "a\udcffb.txt")]}}
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr("mlx_zip.evaluation.evaluate.evaluate", lambda *_, **__: record)
+    monkeypatch.setattr("mlx_zip.evaluation.evaluation_report.format_evaluation_table", lambda record: "the table")
+    argv = ["evaluate", "--engine", "mlx", "--model", "m", "--data", str(tmp_path / "a.txt")]
+    assert main([*argv, "--out", str(tmp_path / "a.json")]) == 0
+    assert json.loads((tmp_path / "a.json").read_bytes()) == record
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ def test_a_damaged_second_model_is_named_before_the_first_is_loaded(
         (("--codebook-size", 10**11), "--codebook-size must be from 0 to 1048576"),
         (("--codebook-size", 1, "--pack", "PACK"), "2 entries, but the model's codebook has 1 slots"),
         (("--tasks", ","), "--tasks names no task"),
+        (("--generate", 1, "--stop", "x", ""), "a stop string (--stop) is empty"),
     ],
 )
 def test_what_no_model_can_meet_is_one_line_before_a_model_is_loaded(
@@ -203,6 +204,27 @@ def test_what_no_model_can_meet_is_one_line_before_a_model_is_loaded(
     assert (status, out) == (2, "")
     assert reason in err
     assert err.count("\n") == 1
+
+
+def test_openings_that_end_inside_a_character_are_no_prompts(run, zipped, tmp_path):
+    (tmp_path / "t.txt").write_text("\N{FROG FACE}" * 9)
+    for temperature in (0, 1):
+        flags = ("--data", tmp_path / "t.txt", "--generate", 1, "--opening", 1, "--temp", temperature)
+        status, _, err, _ = run("--model", zipped, *flags)
+        assert (status, err.count("\n"), "raise --opening" in err) == (2, 1, True)
+
+
+def test_a_model_whose_weights_are_not_numbers_is_named(run, base, text, tmp_path):
+    second = tmp_path / "second"
+    shutil.copytree(base, second)
+    weights = dict(mx.load(str(second / "model.safetensors")))
+    weights["model.norm.weight"] *= mx.nan
+    mx.eval(weights)
+    mx.save_safetensors(str(tmp_path / "nan.safetensors"), weights)
+    (tmp_path / "nan.safetensors").replace(second / "model.safetensors")
+    status, out, err, record = run("--model", base, "--model", second, "--data", text)
+    assert (status, out, record) == (2, "", None)
+    assert f"error: {second}: row 0: the model gives id" in err
 
 
 def test_a_chat_template_that_is_missing_is_named_before_the_model_is_loaded(run, words, text, tmp_path, monkeypatch):
