@@ -29,7 +29,6 @@ from mlx_zip.apps.chat.database_file import (
     open_file,
     open_in_memory,
     rebuild_indexes,
-    share_lock,
     sqlite_code,
     transaction,
 )
@@ -76,16 +75,6 @@ class Database:
     def note(self) -> str | None:
         """What happened to an unusable older file when the database was opened; None if nothing happened."""
         return self._opened.note if self._opened else None
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other process had the database open when this process opened it."""
-        return self._opened is not None and self._opened.alone
-
-    def share(self) -> None:
-        """Replaces the exclusive lock by a shared lock; until then, other processes wait to open the database."""
-        if self._opened:
-            share_lock(self._opened)
 
     @property
     def _current_db(self) -> sqlite3.Connection:
@@ -237,7 +226,6 @@ class Database:
             self._opened = None
         if self._opened is None:
             self._opened = open_file(path)
-            share_lock(self._opened)
         return self._opened
 
     def _copy_changed(self, spare: sqlite3.Connection, db: sqlite3.Connection, patience_ms: float) -> None:
@@ -283,10 +271,7 @@ def _shrink(db: sqlite3.Connection) -> None:
 
 
 def _copy_conversation(source: sqlite3.Connection, target: sqlite3.Connection, conversation: str) -> None:
-    """Copies a conversation from `source` to `target`, or deletes it from `target` if `source` does not have it.
-
-    A copy keeps the messages that only `target` has, because another process wrote them.
-    """
+    """Copies a conversation from `source` to `target`, or deletes it from `target` if `source` does not have it."""
     rows = {table: source.execute(query, (conversation,)).fetchall() for table, query in _CONVERSATION_QUERIES.items()}
     if not rows["conversations"]:
         target.execute("DELETE FROM messages WHERE conversation = ?", (conversation,))

@@ -39,13 +39,11 @@ class ForeignError(Exception):
 class OpenedFile:
     """An open database.
 
-    alone: whether no other process had the database open when it was opened. note: what happened to an unusable older
-    file. lock: descriptor of the lock file, held while this process uses the database. file: device and inode number of
-    the database file; None for a database in memory.
+    note: what happened to an unusable older file. lock: descriptor of the lock file, held while this process uses the
+    database. file: device and inode number of the database file; None for a database in memory.
     """
 
     db: sqlite3.Connection
-    alone: bool
     note: str | None
     lock: int | None
     file: tuple[int, int] | None = None
@@ -73,7 +71,7 @@ def open_in_memory() -> OpenedFile:
     """Returns an empty database in memory, which is lost when it is closed."""
     db = connect(":memory:")
     make_tables(db)
-    return OpenedFile(db, True, None, None)
+    return OpenedFile(db, None, None)
 
 
 def copy_to_memory(path: Path) -> sqlite3.Connection:
@@ -97,24 +95,24 @@ def open_file(path: Path) -> OpenedFile:
     """Opens the database in a file; creates the file and its folder if they are missing.
 
     A damaged file, or a file of another program, is renamed and replaced by an empty database; the result's `note` says
-    so. Raises `UnwritableError` if the disk cannot be written. Raises `StoreError` if the file cannot be opened, if it
-    is damaged and another process uses it, or if another version of mlx_zip made it.
+    so. Raises `UnwritableError` if the disk cannot be written. Raises `StoreError` if the file cannot be opened, if
+    another process has it open, or if another version of mlx_zip made it.
     """
     try:
         check_regular_file(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock, alone = _lock_file(path)
+        lock = _lock_file(path)
     except (OSError, DataError) as error:
         raise _open_error(path, error) from error
     try:
-        db, note = _open_or_replace(path, alone)
+        db, note = _open_or_replace(path)
     except OSError as error:  # the unusable file could not be renamed
         os.close(lock)
         raise _open_error(path, error) from error
     except BaseException:
         os.close(lock)
         raise
-    return OpenedFile(db, alone, note, lock, file_identity(path))
+    return OpenedFile(db, note, lock, file_identity(path))
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
@@ -134,35 +132,30 @@ def _open_error(path: Path, error: Exception) -> StoreError:
     return (UnwritableError if unwritable else StoreError)(f"{path}: {words}")
 
 
-def _lock_file(path: Path) -> tuple[int, bool]:
-    """Locks the database at `path`. Returns the lock file's descriptor, and whether no other process holds the lock."""
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+def _lock_file(path: Path) -> int:
+    """Locks the database at `path` for this process; returns the lock file's descriptor.
+
+    The system releases the lock when the process ends, however it ends. Raises `StoreError` if the lock is held.
+    """
+    lock = os.open(f"{os.path.realpath(path)}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock, True
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise StoreError(f"{path}: another mlx_zip app has these conversations open; end that app first") from error
     except BaseException:
         os.close(lock)
         raise
-    return lock, False
+    return lock
 
 
-def share_lock(opened: OpenedFile) -> None:
-    """Makes an exclusive lock shared, so that other processes can open the database as well."""
-    if opened.lock is not None:
-        fcntl.flock(opened.lock, fcntl.LOCK_SH)
-
-
-def _open_or_replace(path: Path, alone: bool) -> tuple[sqlite3.Connection, str | None]:
+def _open_or_replace(path: Path) -> tuple[sqlite3.Connection, str | None]:
     """Returns a connection to the file's database, and a note if an unusable file was renamed."""
     try:
         return _open_sound(path), None
     except (ForeignError, sqlite3.DatabaseError) as error:
         if not (isinstance(error, ForeignError) or sqlite_code(error) in _DAMAGED):
             raise _open_error(path, error) from error
-        if not alone:
-            raise StoreError(f"{path}: {error_in_words(error)}; another process uses the file") from error
         kept = _move_aside(path)
         why = error_in_words(error)
         note = f"{path} could not be used ({why}). It was kept as {kept.name}, and a new database was begun."
@@ -282,6 +275,7 @@ _STATEMENTS = (
     conversation TEXT NOT NULL REFERENCES conversations(id) ON DELETE CASCADE,
     parent TEXT, role TEXT NOT NULL, text TEXT NOT NULL, reasoning TEXT NOT NULL, created REAL NOT NULL,
     state TEXT NOT NULL, reason TEXT, tokens TEXT, figures TEXT, learned TEXT NOT NULL, model TEXT, writer INTEGER)""",
+    # `writer` is no longer used.
     "CREATE INDEX messages_of ON messages (conversation, n)",
     "CREATE INDEX running_messages ON messages (state) WHERE state = 'running'",
     # The parts of a running answer: each write adds a row, so that no write copies a long answer.
@@ -323,8 +317,6 @@ def make_tables(db: sqlite3.Connection) -> None:
     if schema_version(db):
         return
     with transaction(db):
-        if schema_version(db):  # another process has made them
-            return
         for statement in _STATEMENTS:
             db.execute(statement)
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")

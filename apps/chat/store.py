@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import sqlite3
 import time
@@ -46,7 +45,6 @@ class Store:
         self.database = Database(path)
         try:
             self._cut_unfinished_messages()
-            self.database.share()
         except BaseException:
             self.database.close()
             raise
@@ -158,7 +156,7 @@ class Store:
 
         def work(db: sqlite3.Connection) -> None:
             for message in messages:
-                _insert(db, "messages", {**message, "conversation": conversation, "writer": os.getpid()})
+                _insert(db, "messages", {**message, "conversation": conversation})
             fields = {"leaf": messages[-1]["id"], "updated": time.time()}
             _update(db, "conversations", conversation, fields)
             title = _make_title(messages[0]["text"])
@@ -169,7 +167,7 @@ class Store:
     def resume(self, conversation: str, message: Mapping[str, Any]) -> None:
         """Marks a message as running again, and stores its present text and tokens."""
         fields = {name: _encode_value(name, message[name]) for name in ("text", "tokens")}
-        fields |= {"state": "running", "reason": None, "writer": os.getpid()}
+        fields |= {"state": "running", "reason": None}
         self.database.write(lambda db: _update(db, "messages", message["id"], fields), conversation)
 
     def append(self, conversation: str, one: str, piece: Mapping[str, Any]) -> None:
@@ -206,8 +204,7 @@ class Store:
     def _cut_unfinished_messages(self) -> None:
         query = "SELECT * FROM messages WHERE state = 'running'"
         for row in self.database.read(lambda db: db.execute(query).fetchall()):
-            if self.database.alone or not _is_alive(row["writer"]):
-                self.database.write(lambda db, row=row: _cut_message(db, row), row["conversation"])
+            self.database.write(lambda db, row=row: _cut_message(db, row), row["conversation"])
 
 
 def _read_conversation(db: sqlite3.Connection, one: str) -> dict[str, Any] | None:
@@ -281,16 +278,3 @@ def _update(db: sqlite3.Connection, table: str, one: str, fields: Mapping[str, A
 def _make_title(text: str) -> str:
     words = " ".join(text.split())
     return words if len(words) <= _LONGEST_TITLE else words[: _LONGEST_TITLE - 1].rstrip() + "…"
-
-
-def _is_alive(process: int | None) -> bool:
-    """Returns whether a process with the id `process`, other than this process, runs on this machine."""
-    if not process or process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

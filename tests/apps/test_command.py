@@ -150,6 +150,15 @@ def test_purge_deletes_all_conversations_and_says_how_many(run, home, monkeypatc
     assert b"secret" not in (home / "mlx_zip" / "conversations.db").read_bytes()
 
 
+def test_an_app_on_a_database_that_another_app_has_open_is_refused_in_one_line(run, home):
+    store = Store(home / "c.db")
+    for flags in (["--port", "0"], ["--purge"]):
+        status, said, error = run("app", "--data", str(home / "c.db"), *flags)
+        assert (status, said, error.count("\n")) == (2, "", 1)
+        assert "c.db: another mlx_zip app has these conversations open; end that app first" in error
+    store.close()
+
+
 def test_purge_says_that_nothing_was_deleted_where_the_disk_takes_nothing(run, home, monkeypatch):
     file = home / "c.db"
     Store(file).close()

@@ -1,4 +1,4 @@
-"""What is kept of conversations: over crashes, full disks, damaged and foreign files, other versions, two processes."""
+"""What is kept of conversations: over crashes, full disks, damaged and foreign files, other versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.apps.chat import database, database_file
-from mlx_zip.apps.chat.database_file import StoreError, open_file
+from mlx_zip.apps.chat.database_file import StoreError
 from mlx_zip.apps.chat.running_answers import new_message
 from mlx_zip.apps.chat.store import CUT, Store
 from support.chat_app import chatting
@@ -98,19 +98,15 @@ def test_an_answer_whose_process_was_killed_is_cut_and_nothing_else_is_lost(file
     store.close()
 
 
-@pytest.mark.slow
-def test_an_answer_that_another_process_is_writing_is_not_cut(file):
+def test_a_file_that_another_app_has_open_is_refused_until_that_app_is_killed(file):
+    link = file.parent.parent / "link.db"
+    link.symlink_to(file)
     with writing(file) as one:
-        store = Store(file)
-        state, text = texts(store, one)[1]
-        assert state == "running"
-        other = filled(store)
-        time.sleep(1)
-        assert len(texts(store, one)[1][1]) > len(text)
-        assert len(texts(store, other)) == 2
-    second = Store(file)  # the first one still has the file open
-    assert texts(second, one)[1][0] == "cut"
-    second.close()
+        for path in (file, link):
+            with pytest.raises(StoreError, match=f"{path.name}: another mlx_zip app has these conversations open"):
+                Store(path)
+    store = Store(file)
+    assert texts(store, one)[1][0] == "cut"
     store.close()
 
 
@@ -158,12 +154,11 @@ def test_the_page_is_told_what_was_kept_aside(file):
         assert "no database" in chat.call("GET", "state").json["storage"]["note"]
 
 
-def test_a_damaged_file_that_another_process_uses_is_refused_and_not_moved(file):
+def test_a_damaged_file_that_another_app_has_open_is_refused_and_not_moved(file):
     closed(file)
-    user = open_file(file)
-    database_file.share_lock(user)
+    user = Store(file)
     damaged(file)
-    with pytest.raises(StoreError, match="another process uses the file"):
+    with pytest.raises(StoreError, match="another mlx_zip app"):
         Store(file)
     assert not [path for path in file.parent.iterdir() if ".kept-" in path.name]
     user.close()
@@ -315,23 +310,22 @@ def test_a_disk_that_takes_nothing_at_the_very_first_start_gives_an_empty_list(f
     store.close()
 
 
-def test_two_clients_write_at_once_and_lose_nothing(file):
-    first, second = Store(file), Store(file)
+def test_threads_write_at_once_and_lose_nothing(file):
+    store = Store(file)
     made: list[str] = []
 
-    def work(store: Store) -> None:
+    def work() -> None:
         made.extend(filled(store, f"Story {i}") for i in range(25))
 
-    threads = [threading.Thread(target=work, args=(store,)) for store in (first, second, first)]
+    threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(set(made)) == 75
-    assert all(len(texts(first, one)) == 2 for one in made)
-    assert second.conversations()["total"] == 75
-    for store in (first, second):
-        store.close()
+    assert all(len(texts(store, one)) == 2 for one in made)
+    assert store.conversations()["total"] == 75
+    store.close()
 
 
 def test_purge_leaves_no_word_in_any_file(file):
