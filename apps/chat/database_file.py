@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import sqlite3
@@ -19,16 +18,11 @@ from mlx_zip.files import check_regular_file
 PATIENCE_S = 5.0  # longest wait for another process that holds the write lock
 _FILE_SUFFIXES = ("", "-wal", "-shm")  # SQLite's files of one database
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-TAKES_NO_MORE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_BUSY)
 
 
 class StoreError(MlxZipError):
     """A database that cannot be opened, read or written."""
-
-
-class UnwritableError(StoreError):
-    """A database file that cannot be written at the moment, because its disk is full or read-only."""
 
 
 class ForeignError(Exception):
@@ -74,29 +68,12 @@ def open_in_memory() -> OpenedFile:
     return OpenedFile(db, None, None)
 
 
-def copy_to_memory(path: Path) -> sqlite3.Connection:
-    """Returns a copy in memory of the app's database file; an empty database if the file cannot be used."""
-    with contextlib.suppress(sqlite3.Error, ForeignError):
-        source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
-        with contextlib.closing(source):
-            _check_database(source, path)
-            filled = connect(":memory:")
-            try:
-                source.backup(filled)
-                make_tables(filled)
-            except BaseException:
-                filled.close()
-                raise
-            return filled
-    return open_in_memory().db
-
-
 def open_file(path: Path) -> OpenedFile:
     """Opens the database in a file; creates the file and its folder if they are missing.
 
     A damaged file, or a file of another program, is renamed and replaced by an empty database; the result's `note` says
-    so. Raises `UnwritableError` if the disk cannot be written. Raises `StoreError` if the file cannot be opened, if
-    another process has it open, or if another version of mlx_zip made it.
+    so. Raises `StoreError` if the file cannot be opened or written, if another process has it open, or if another
+    version of mlx_zip made it.
     """
     try:
         check_regular_file(path)
@@ -125,11 +102,7 @@ def file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def _open_error(path: Path, error: Exception) -> StoreError:
-    unwritable = getattr(error, "errno", None) in _UNWRITABLE or sqlite_code(error) in TAKES_NO_MORE
-    words = (
-        error_in_words(error) if isinstance(error, sqlite3.Error) else failure_reason(error).removeprefix(f"{path}: ")
-    )
-    return (UnwritableError if unwritable else StoreError)(f"{path}: {words}")
+    return StoreError(f"{path}: {error_in_words(error).removeprefix(f'{path}: ')}")
 
 
 def _lock_file(path: Path) -> int:
@@ -221,7 +194,7 @@ def _mend_indexes(db: sqlite3.Connection, damage: str) -> None:
             if _find_damage(db):
                 raise ForeignError(f"it is damaged: {damage}")
     except sqlite3.Error as error:
-        if sqlite_code(error) in (*TAKES_NO_MORE, sqlite3.SQLITE_BUSY):
+        if sqlite_code(error) in _UNWRITABLE:
             raise
         raise ForeignError(f"it is damaged: {damage}") from error
 
@@ -251,11 +224,11 @@ def error_in_words(error: BaseException) -> str:
     words = {
         sqlite3.SQLITE_CANTOPEN: "it cannot be opened",
         sqlite3.SQLITE_READONLY: "it cannot be written",
-        sqlite3.SQLITE_FULL: "the disk is full",
+        sqlite3.SQLITE_FULL: "the disk is full; make room and try again",
         sqlite3.SQLITE_BUSY: "another process is writing",
         sqlite3.SQLITE_NOTADB: "it is no database",
         sqlite3.SQLITE_CORRUPT: "it is damaged",
-        sqlite3.SQLITE_IOERR: "the disk is full, or cannot be read or written",
+        sqlite3.SQLITE_IOERR: "the disk is full, or cannot be read or written; make room and try again",
     }
     return words.get(sqlite_code(error), failure_reason(error))
 
