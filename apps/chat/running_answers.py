@@ -10,7 +10,7 @@ from contextlib import aclosing, contextmanager
 from importlib import import_module
 from typing import Any
 
-from mlx_zip.apps.chat.database_file import StoreError
+from mlx_zip.apps.chat.database import StoreError
 from mlx_zip.apps.chat.store import Store, extend_message, new_id
 from mlx_zip.engine import Counted
 from mlx_zip.errors import EngineStoppedError, MlxZipError

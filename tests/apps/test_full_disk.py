@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -39,9 +40,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(disk: Path, room: int = 0) -> Path:
     """Fills the disk up to some bytes, and returns the file to delete."""
-    free = os.statvfs(disk)
     ballast = disk / "ballast"
-    ballast.write_bytes(bytes(max(0, free.f_bavail * free.f_frsize - room)))
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:  # another thread may write meanwhile
+            file.write(bytes(4096))
+    os.truncate(ballast, max(0, ballast.stat().st_size - room))
     return ballast
 
 
@@ -85,7 +88,8 @@ def test_an_answer_that_finds_no_room_any_more_ends_with_an_error_and_can_be_con
         assert (frames[-1]["type"], frames[-1]["state"]) == ("error", "failed")
         assert re.search(FULL, frames[-1]["message"])
         question, cut = chat.show(one)["messages"][-2:]
-        assert (question["text"], cut["state"], cut["reason"]) == ("A story.", "cut", CUT)
+        assert question["text"] == "A story."
+        assert (cut["state"], cut["reason"]) in (("cut", CUT), ("failed", frames[-1]["message"]))  # if the end had room
         assert (TEXT * 200).startswith(cut["text"].strip())
         ballast.unlink()
         last = chat.answer(one, parent=cut["id"], **{"continue": True})[-1]["message"]

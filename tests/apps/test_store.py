@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mlx_zip.apps.chat import database_file, running_answers
-from mlx_zip.apps.chat.database_file import StoreError
+from mlx_zip.apps.chat import database, running_answers
+from mlx_zip.apps.chat.database import StoreError
 from mlx_zip.apps.chat.running_answers import new_message
 from mlx_zip.apps.chat.store import CUT, Store
 from support.chat_app import chatting
@@ -193,15 +193,15 @@ def test_pinned_conversations_come_first_then_folders_by_name_then_the_others(fi
 
 
 def test_the_tables_are_made_whole_or_not_at_all(monkeypatch):
-    whole = database_file._STATEMENTS
+    whole = database._STATEMENTS
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
-        monkeypatch.setattr(database_file, "_STATEMENTS", (*whole, "nonsense"))
+        monkeypatch.setattr(database, "_STATEMENTS", (*whole, "nonsense"))
         with pytest.raises(sqlite3.OperationalError):
-            database_file.make_tables(db)
-        assert database_file.schema_version(db) == db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        monkeypatch.setattr(database_file, "_STATEMENTS", whole)
-        database_file.make_tables(db)
-        assert database_file.schema_version(db) == database_file.VERSION
+            database.make_tables(db)
+        assert database.schema_version(db) == db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        monkeypatch.setattr(database, "_STATEMENTS", whole)
+        database.make_tables(db)
+        assert database.schema_version(db) == database.VERSION
 
 
 def test_messages_that_are_each_other_s_parents_end_a_path_and_not_the_program(file):
@@ -215,8 +215,8 @@ def test_messages_that_are_each_other_s_parents_end_a_path_and_not_the_program(f
 
 def grow(store: Store, pages: int | None) -> None:
     """Lets the file have some more pages, None for no bound."""
-    now = store.database._opened.db.execute("PRAGMA page_count").fetchone()[0]
-    store.database._opened.db.execute(f"PRAGMA max_page_count = {now + pages if pages is not None else 1 << 30}")
+    now = store.database._db.execute("PRAGMA page_count").fetchone()[0]
+    store.database._db.execute(f"PRAGMA max_page_count = {now + pages if pages is not None else 1 << 30}")
 
 
 def test_what_finds_no_room_is_not_stored_and_changes_nothing(file):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_zip.apps.chat.database_file import StoreError
+from mlx_zip.apps.chat.database import StoreError
 from mlx_zip.apps.chat.running_answers import new_message
 from mlx_zip.apps.chat.store import Store
 
@@ -133,7 +133,7 @@ def test_a_database_without_its_tables_is_kept_aside(file, statement):
 
 
 def test_a_file_that_another_process_keeps_locked_is_not_written(file, monkeypatch):
-    monkeypatch.setattr("mlx_zip.apps.chat.database_file.PATIENCE_S", 0.05)
+    monkeypatch.setattr("mlx_zip.apps.chat.database.PATIENCE_S", 0.05)
     store = Store(file)
     (one, *_) = (found["id"] for found in store.conversations()["conversations"])
     with closing(sqlite3.connect(file, isolation_level=None)) as other:
