@@ -125,7 +125,7 @@ def _open_model_and_serve_app(
         storage = None if args.no_history or not args.window else _window_folder()
         showing = running.PageDisplay(browser=not args.no_open, window=args.window, storage_folder=storage)
         hypertokens = {} if rival is None else {rival: not is_plain_model(rival)}
-        engines = Engines(engine, make_other_models(engine, rival, open_model, _choose_offered_models(name)))
+        engines = Engines(engine, make_other_models(engine, open_model, rival, _choose_offered_models(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
 
 
