@@ -54,7 +54,7 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
     async def purge(request: Request) -> Response:
         """Deletes all conversations."""
         answers.stop()
-        return _deletion_response(store, await in_thread(store.purge))
+        return json_response({"deleted": await in_thread(store.purge)})
 
     async def show(request: Request) -> Response:
         """Shows a conversation with its messages."""
@@ -76,7 +76,7 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
         one = request.path_params["id"]
         answers.stop(one)
         require(await in_thread(store.delete, one) or None)
-        return _deletion_response(store, 1)
+        return json_response({"deleted": 1})
 
     async def stop(request: Request) -> Response:
         """Stops the answers of a conversation."""
@@ -98,12 +98,6 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
         Route(PATH + "/{id}/stop", stop, methods=["POST"]),
         Route(PATH + "/{id}/answer", with_body_class(answer, AnswerBody), methods=["POST"]),
     ]
-
-
-def _deletion_response(store: Store, count: int) -> Response:
-    """Returns the response to a deletion; its field "problem", if any, says why the file is not changed yet."""
-    problem = store.database.problem
-    return json_response({"deleted": count, **({"problem": problem} if problem else {})})
 
 
 async def _answer_frames(

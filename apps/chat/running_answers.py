@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from importlib import import_module
 from typing import Any
 
-from mlx_zip.apps.chat.database_file import StoreError
+from mlx_zip.apps.chat.database import StoreError
 from mlx_zip.apps.chat.store import Store, extend_message, new_id
 from mlx_zip.engine import Counted
 from mlx_zip.errors import EngineStoppedError, MlxZipError
@@ -28,6 +29,8 @@ from mlx_zip.server.answers.turn import (
 from mlx_zip.server.core import Core, Inbox
 from mlx_zip.server.errors import RequestError, as_request_error
 from mlx_zip.server.http import event_bytes
+
+log = logging.getLogger("mlx_zip.app")
 
 WRITE_S = 0.4  # seconds between writes to the store
 STOPPED = "You stopped it."
@@ -52,7 +55,8 @@ class RunningAnswers:
 
         new: messages to add to the conversation, the answer last; empty if an existing answer is extended. message: the
         answer. Nothing is written before the engine accepts the request. Before the first frame, raises the engine's
-        error if the engine refuses the request, and `RequestError` if `message` is already being written.
+        error if the engine refuses the request, `RequestError` if `message` is already being written, and `StoreError`
+        if the messages cannot be stored. An answer whose text cannot be stored any more ends with an error.
         """
         if message["id"] in self._running:  # the store may not have it yet
             raise RequestError(409, "this answer is still being written", "running", "parent")
@@ -64,13 +68,15 @@ class RunningAnswers:
                 for one in new or [message]:
                     yield {"type": "message", "message": dict(one)}
                 async for delta in deltas:
+                    running.check_writer()
                     if (frame := running.add_delta(delta)) is not None:
                         yield frame
-                    for problem in running.problems():
-                        yield problem
             await running.end("whole" if running.done else "stopped", STOPPED)
         except (GeneratorExit, asyncio.CancelledError):
-            await running.end("stopped", LEFT)
+            try:
+                await running.end("stopped", LEFT)
+            except StoreError as error:  # nobody is left to be told
+                log.error("an answer was not stored whole: %s", error)
             raise
         except Exception as error:  # any error ends the answer, so that the store does not keep it as running
             state, text = "cut" if isinstance(error, EngineStoppedError) else "failed", str(as_request_error(error))
@@ -81,8 +87,6 @@ class RunningAnswers:
             return
         finally:
             del self._running[message["id"]]
-        for problem in running.problems():
-            yield problem
         yield {"type": "done", "message": message, "leaf": message["id"]}
 
 
@@ -97,9 +101,7 @@ class _RunningAnswer:
         self.inbox: Inbox = asyncio.Queue()
         self._piece: dict[str, Any] = {}  # the part of the answer that is not in the store yet
         self._stopped = self.begun = self._ended = self.done = False
-        self._reported: str | None = None
         self._reason: str | None = None  # "length" if the engine ended the answer at its length limit
-        self._problem: str | None = None
         self._writer: asyncio.Task[None] | None = None
         self._last: asyncio.Future[Any] | None = None  # the newest job for the store
         self._before: dict[str, Any] | None = None  # earlier figures of an answer that is extended
@@ -116,11 +118,15 @@ class _RunningAnswer:
         """Writes the messages in `new` to the store; if `new` is empty, marks the existing message as running."""
         self.begun = True
         self._message |= {"state": "running", "reason": None}
-        if new:
-            await self._run_in_store(self._store.begin, self.conversation, new)
-        else:
-            self._before = self._message["figures"]
-            await self._run_in_store(self._store.resume, self.conversation, dict(self._message))
+        try:
+            if new:
+                await self._run_in_store(self._store.begin, self.conversation, new)
+            else:
+                self._before = self._message["figures"]
+                await self._run_in_store(self._store.resume, dict(self._message))
+        except StoreError:
+            self.begun = False
+            raise
         self._writer = asyncio.create_task(self._write_pieces())
 
     def add_delta(self, delta: Delta) -> dict[str, Any] | None:
@@ -145,39 +151,29 @@ class _RunningAnswer:
             await asyncio.sleep(WRITE_S)
             if self._piece:
                 piece, self._piece = self._piece, {}
-                await self._run_in_store(self._store.append, self.conversation, self._message["id"], piece)
+                await self._run_in_store(self._store.append, self._message["id"], piece)
+
+    def check_writer(self) -> None:
+        """Raises the error of a write to the store that failed."""
+        if self._writer is not None and self._writer.done():
+            self._writer.result()
 
     async def end(self, state: str, reason: str | None) -> None:
         """Writes the finished answer to the store if it was begun, even if this task is cancelled meanwhile."""
         if self._ended or not self.begun:
             return
         self._ended = True
-        failed = None if self._writer is None or self._writer.cancel() else self._writer  # it ends only with an error
+        if self._writer is not None:
+            self._writer.cancel()
         self._message |= {"state": state, "reason": self._reason if state == "whole" else reason}
         await asyncio.shield(self._run_in_store(self._store.finish, self.conversation, dict(self._message)))
-        if failed is not None:
-            failed.result()  # raises that error
 
     async def _run_in_store(self, work: Callable[..., Any], *args: Any) -> None:
-        """Runs `work` in a thread when the previous job has ended; the job completes even if this task is cancelled.
-
-        A `StoreError` does not end the answer; `problems` reports it.
-        """
+        """Runs `work` in a thread when the previous job has ended; the job completes even if this task is cancelled."""
         if self._last is not None:
             await asyncio.wait({self._last})
         self._last = asyncio.ensure_future(self._core.run_in_thread(work, *args))
-        try:
-            await asyncio.shield(self._last)
-            self._problem = self._store.database.problem
-        except StoreError as error:
-            self._problem = str(error)
-
-    def problems(self) -> list[dict[str, Any]]:
-        """Returns [a frame that reports the store's problem] if the problem was not reported yet, else []."""
-        if self._problem is None or self._problem == self._reported:
-            return []
-        self._reported = self._problem
-        return [{"type": "storage", "message": self._problem}]
+        await asyncio.shield(self._last)
 
 
 def _sum_figures(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:

@@ -127,7 +127,7 @@ async def _opening_frames(models: Models, name: str) -> AsyncGenerator[bytes, No
 def _describe_storage(store: Store) -> dict[str, Any]:
     database = store.database
     file = None if database.path is None else str(database.path)
-    return {"file": file, "bytes": database.bytes(), "note": database.note, "problem": database.problem}
+    return {"file": file, "bytes": database.bytes(), "note": database.note}
 
 
 def _default_sampling(models: Models) -> dict[str, Any]:

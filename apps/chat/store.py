@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import sqlite3
 import time
@@ -22,7 +21,7 @@ _LEAVE_IN_PLACE = {"draft", "leaf", "pinned", "folder"}  # changes of these fiel
 _AS_JSON = {"packs": list, "sampling": dict, "tokens": list, "figures": dict, "learned": list}  # JSON columns
 _MAY_BE_NONE = ("tokens", "figures")  # columns of `_AS_JSON` that may hold NULL
 _LONGEST_TITLE = 60  # characters of a title made from the first message
-CUT = "The app ended while this was being written."
+CUT = "The app ended while this was being written, or could not store the rest."
 
 
 def default_file() -> Path:
@@ -44,9 +43,9 @@ class Store:
 
     def __init__(self, path: Path | None) -> None:
         self.database = Database(path)
+        self._running: set[str] = set()  # ids of the messages that this process writes
         try:
             self._cut_unfinished_messages()
-            self.database.share()
         except BaseException:
             self.database.close()
             raise
@@ -69,7 +68,7 @@ class Store:
         now, one = time.time(), new_id()
         made = {"id": one, "title": "", "created": now, "updated": now, "model": None, "system": "", "packs": []}
         made |= {"sampling": {}, "draft": "", "leaf": None, "pinned": False, "folder": ""} | dict(fields)
-        self.database.write(lambda db: _insert(db, "conversations", made), one)
+        self.database.write(lambda db: _insert(db, "conversations", made))
         return {**made, "messages": []}
 
     def conversation(self, one: str) -> dict[str, Any] | None:
@@ -80,7 +79,7 @@ class Store:
             if found is None:
                 return None
             rows = db.execute("SELECT * FROM messages WHERE conversation = ? ORDER BY n", (one,)).fetchall()
-            return {**found, "messages": [_read_message(db, row) for row in rows]}
+            return {**found, "messages": [self._read_message(db, row) for row in rows]}
 
         return self.database.read(work)
 
@@ -104,7 +103,7 @@ class Store:
             _update(db, "conversations", one, stored)
             return _read_conversation(db, one)
 
-        return self.database.write(work, one)
+        return self.database.write(work)
 
     def delete(self, one: str) -> bool:
         """Deletes a conversation and returns whether there was one."""
@@ -113,7 +112,7 @@ class Store:
             db.execute("DELETE FROM messages WHERE conversation = ?", (one,))
             return db.execute("DELETE FROM conversations WHERE id = ?", (one,)).rowcount > 0
 
-        return self.database.write(work, one)
+        return self.database.write(work)
 
     def purge(self) -> int:
         """Deletes all conversations, overwrites their content in the database, and returns how many there were."""
@@ -131,7 +130,7 @@ class Store:
 
         def work(db: sqlite3.Connection) -> dict[str, Any] | None:
             row = db.execute("SELECT * FROM messages WHERE conversation = ? AND id = ?", (conversation, one)).fetchone()
-            return None if row is None else _read_message(db, row)
+            return None if row is None else self._read_message(db, row)
 
         return self.database.read(work)
 
@@ -147,50 +146,49 @@ class Store:
                 ).fetchone()
                 if row is None:
                     break
-                found[at] = _read_message(db, row)
+                found[at] = self._read_message(db, row)
                 at = row["parent"]
             return list(found.values())[::-1]
 
         return self.database.read(work)
 
     def begin(self, conversation: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Adds messages; the last becomes the conversation's leaf. Makes a missing title from the first message."""
+        """Adds messages; the last, a running answer, becomes the leaf. Makes a missing title from the first message."""
 
         def work(db: sqlite3.Connection) -> None:
             for message in messages:
-                _insert(db, "messages", {**message, "conversation": conversation, "writer": os.getpid()})
+                _insert(db, "messages", {**message, "conversation": conversation})
             fields = {"leaf": messages[-1]["id"], "updated": time.time()}
             _update(db, "conversations", conversation, fields)
             title = _make_title(messages[0]["text"])
             db.execute("UPDATE conversations SET title = ? WHERE id = ? AND title = ''", (title, conversation))
 
-        self.database.write(work, conversation)
+        self.database.write(work)
+        self._running.add(messages[-1]["id"])
 
-    def resume(self, conversation: str, message: Mapping[str, Any]) -> None:
-        """Marks a message as running again, and stores its present text and tokens."""
-        fields = {name: _encode_value(name, message[name]) for name in ("text", "tokens")}
-        fields |= {"state": "running", "reason": None, "writer": os.getpid()}
-        self.database.write(lambda db: _update(db, "messages", message["id"], fields), conversation)
+    def resume(self, message: Mapping[str, Any]) -> None:
+        """Stores a message whose state is "running" again."""
+        self.database.write(lambda db: _write_message(db, message))
+        self._running.add(message["id"])
 
-    def append(self, conversation: str, one: str, piece: Mapping[str, Any]) -> None:
+    def append(self, one: str, piece: Mapping[str, Any]) -> None:
         """Appends `piece` to a running message; does nothing if the message no longer exists.
 
         piece: what to append to the message's strings "text" and "reasoning" and to its lists "tokens" and "learned".
         """
         text = json.dumps(piece, ensure_ascii=False)
         query = "INSERT INTO pieces (message, piece) SELECT id, ? FROM messages WHERE id = ?"
-        self.database.write(lambda db: db.execute(query, (text, one)).rowcount, conversation)
+        self.database.write(lambda db: db.execute(query, (text, one)))
 
     def finish(self, conversation: str, message: Mapping[str, Any]) -> None:
-        """Writes a finished message, and deletes the pieces that `append` collected."""
-        names = ("text", "reasoning", "state", "reason", "tokens", "figures", "learned", "model")
+        """Writes a finished message. If that fails, the message ends with what was written before."""
+        self._running.discard(message["id"])
 
         def work(db: sqlite3.Connection) -> None:
-            _update(db, "messages", message["id"], {name: _encode_value(name, message[name]) for name in names})
-            db.execute("DELETE FROM pieces WHERE message = ?", (message["id"],))
+            _write_message(db, message)
             _update(db, "conversations", conversation, {"updated": time.time()})
 
-        self.database.write(work, conversation)
+        self.database.write(work)
 
     def add(self, conversations: Sequence[Mapping[str, Any]]) -> None:
         """Adds whole conversations with their messages, in one transaction."""
@@ -206,22 +204,23 @@ class Store:
     def _cut_unfinished_messages(self) -> None:
         query = "SELECT * FROM messages WHERE state = 'running'"
         for row in self.database.read(lambda db: db.execute(query).fetchall()):
-            if self.database.alone or not _is_alive(row["writer"]):
-                self.database.write(lambda db, row=row: _cut_message(db, row), row["conversation"])
+            self.database.write(lambda db, row=row: _write_message(db, self._read_message(db, row)))
+
+    def _read_message(self, db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
+        """Returns a row as a message. A running message that nobody writes any more has the state "cut"."""
+        found = _decode_row(row)
+        del found["n"], found["conversation"], found["writer"]
+        if found["state"] == "running":
+            for (piece,) in db.execute("SELECT piece FROM pieces WHERE message = ? ORDER BY n", (found["id"],)):
+                extend_message(found, _parse_value(piece, dict) or {})
+            if found["id"] not in self._running:
+                found |= {"state": "cut", "reason": CUT}
+        return found
 
 
 def _read_conversation(db: sqlite3.Connection, one: str) -> dict[str, Any] | None:
     row = db.execute("SELECT * FROM conversations WHERE id = ?", (one,)).fetchone()
     return None if row is None else _decode_row(row)
-
-
-def _read_message(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
-    found = _decode_row(row)
-    del found["n"], found["conversation"], found["writer"]
-    if found["state"] == "running":
-        for (piece,) in db.execute("SELECT piece FROM pieces WHERE message = ? ORDER BY n", (found["id"],)):
-            extend_message(found, _parse_value(piece, dict) or {})
-    return found
 
 
 def extend_message(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
@@ -238,11 +237,11 @@ def extend_message(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
         message["tokens"].append({"t": piece["text"]})
 
 
-def _cut_message(db: sqlite3.Connection, row: sqlite3.Row) -> None:
-    found = _read_message(db, row) | {"state": "cut", "reason": CUT}
-    names = ("text", "reasoning", "tokens", "learned", "state", "reason")
-    _update(db, "messages", row["id"], {name: _encode_value(name, found[name]) for name in names})
-    db.execute("DELETE FROM pieces WHERE message = ?", (row["id"],))
+def _write_message(db: sqlite3.Connection, message: Mapping[str, Any]) -> None:
+    """Writes the fields of a message that an answer changes, and deletes the pieces that `Store.append` collected."""
+    names = ("text", "reasoning", "state", "reason", "tokens", "figures", "learned", "model")
+    _update(db, "messages", message["id"], {name: _encode_value(name, message[name]) for name in names})
+    db.execute("DELETE FROM pieces WHERE message = ?", (message["id"],))
 
 
 def _decode_row(row: Any) -> dict[str, Any]:
@@ -281,16 +280,3 @@ def _update(db: sqlite3.Connection, table: str, one: str, fields: Mapping[str, A
 def _make_title(text: str) -> str:
     words = " ".join(text.split())
     return words if len(words) <= _LONGEST_TITLE else words[: _LONGEST_TITLE - 1].rstrip() + "…"
-
-
-def _is_alive(process: int | None) -> bool:
-    """Returns whether a process with the id `process`, other than this process, runs on this machine."""
-    if not process or process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -140,13 +140,7 @@ def _add_mlx_lm_flags(add: Any) -> None:
         default=None,
         help="fail if --data was prepared with a loss on prompts (`mlx_zip prepare --train-on all`; default: no check)",
     )
-    add(
-        "--report-to",
-        metavar="NAMES",
-        help="services that get the run's reports: wandb, swanlab or wandb,swanlab (default: none)",
-    )
-    add("--project-name", metavar="NAME", help="project for the reports of --report-to (default: the service's own)")
-    for name in ("resume_adapter_file", "test_batches", "clear_cache_threshold"):
+    for name in ("resume_adapter_file", "report_to", "project_name", "test_batches", "clear_cache_threshold"):
         add(flag_name(name), help=argparse.SUPPRESS)
     for name in ("train", "test", "trust_remote_code"):
         add(flag_name(name), action="store_true", default=None, help=argparse.SUPPRESS)

@@ -42,16 +42,16 @@ class OtherModel:
 
 def make_other_models(
     main: Engine,
+    open_model: Callable[[str], Engine],
     named: str | None = None,
-    open_model: Callable[[str], Engine] | None = None,
     offered: Mapping[str, str] = {},
 ) -> list[OtherModel]:
     """Returns the models that `main` can be compared with.
 
-    named: name of a model that the user asked for, or None. open_model: opens a model by name; the default opens an
-    engine that keeps no sessions. offered: descriptions of further models, by name.
+    open_model: opens a model by name. named: name of a model that the user asked for, or None. offered: descriptions
+    of further models, by name.
     """
-    name, opened, found = main.info.name, open_model or _open_engine_without_sessions, list[OtherModel]()
+    name, found = main.info.name, list[OtherModel]()
     kinds = {PARTNERS[name]: "control"} if name in PARTNERS else {}
     if named is not None and named != name:
         kinds.setdefault(named, "model")
@@ -59,18 +59,11 @@ def make_other_models(
     for other, kind in kinds.items():
         words = LABELS[other] if kind == "control" else offered.get(other, _NAMED)
         label = f"{other}: {words}"
-        found.append(OtherModel(other, kind, lambda other=other: opened(other), label, QUALITY.get(other)))
+        found.append(OtherModel(other, kind, lambda other=other: open_model(other), label, QUALITY.get(other)))
     if main.info.codebook_size:
         without = f"{name} without hypertokens"
         found.append(OtherModel(OFF, OFF, lambda: main.without_hypertokens(without), f"{name}: {_WITHOUT}"))
     return found
-
-
-def _open_engine_without_sessions(name: str) -> Engine:
-    """Returns an engine that keeps no sessions. Raises what `open_engine` raises."""
-    from mlx_zip.engine.mlx.mlx_engine import open_engine
-
-    return open_engine(name, sessions=None)
 
 
 class Engines:

@@ -29,6 +29,8 @@ _REFUSED = {
     ),
     "clear_cache_threshold": "there is no such limit; --grad-checkpoint or a smaller --batch-size saves memory",
     "trust_remote_code": "a model's own code is not run in training; `mlx_zip prepare --trust-remote-code` reads texts",
+    "report_to": "OUT/metrics.jsonl has all figures of the run, and --plot draws them",
+    "project_name": "it names a project at the services of report_to, which is refused",
     "hf_dataset": "prepare the data set first: `mlx_zip prepare --model MODEL --data OWNER/NAME --out FOLDER`",
 }
 _COLUMN_NAMES = (

@@ -40,7 +40,6 @@ from mlx_zip.training.run_data import (
     split_held_out,
 )
 from mlx_zip.training.run_folder import BegunRun, lock_run_folder, open_run_folder, read_begun_run, record_more_iters
-from mlx_zip.training.run_metrics import ReportServices, check_report_services
 from mlx_zip.training.run_summary import measure_base_bits, run_header_lines, run_summary_lines
 from mlx_zip.training.saving import check_adapter_savable, default_save_dtype, save_adapter_folder, save_model_folder
 from mlx_zip.training.settings import ADAPTER, MODEL, VALID_SHARE, RunOptions, TrainSettings
@@ -99,7 +98,6 @@ class _Run:
         options.check()
         if settings.draft_head:
             check_head_options(options, settings)
-        check_report_services(options.report_to)
         check_data_prepared(options)
         self.options, self.settings = options, settings
         self.data = JoinedFolders(options.data)
@@ -166,11 +164,10 @@ class _Run:
             load_trained_weights(options.init_from, trainee)
         if settings.grad_checkpoint and options.engine == "mlx":
             recompute_activations(self.model.layers)
-        services = ReportServices(options, settings) if first and options.report_to else None
         quiet = quiet or not first
         steps = choose_stepper(options.engine, self.config)
         mark = self.run_fingerprint
-        trainer = Trainer(trainee, self.data, settings, options.out, mark, self.valid, quiet, services, steps)
+        trainer = Trainer(trainee, self.data, settings, options.out, mark, self.valid, quiet, steps)
         if not quiet and sys.stderr is not None:
             trained = "a draft head" if settings.draft_head else settings.fine_tune_type
             what = f"{options.model or options.scratch} ({trained})"

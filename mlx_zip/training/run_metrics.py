@@ -1,15 +1,13 @@
-"""Writes a run's log (one JSON line per report or validation), plots it, and sends lines to reporting services."""
+"""Writes a run's log (one JSON line per report or validation), and plots it."""
 
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import InstallationError, TrainingError, errors_as, missing_library_error
+from mlx_zip.errors import TrainingError, errors_as, missing_library_error
 from mlx_zip.files import atomic_file, check_regular_file
-from mlx_zip.training.settings import RunOptions, TrainSettings
 
 METRICS_FILE = "metrics.jsonl"
 _PANELS = (
@@ -18,13 +16,6 @@ _PANELS = (
     ("learning_rate", "learning rate"),
     ("bytes_per_s", "bytes/s"),
 )
-_SERVICES = ("wandb", "swanlab")
-_MLX_LM_KEYS = {  # our name -> mlx-lm's name
-    "step": "iteration",
-    "loss": "train_loss",
-    "base_ids_per_s": "tokens_per_second",
-    "seen_base_ids": "trained_tokens",
-}
 
 
 class MetricsLog:
@@ -100,46 +91,3 @@ def load_matplotlib() -> tuple[Any, Any]:
     except ImportError as error:
         raise missing_library_error("--plot", "matplotlib", extra="bench") from error
     return Figure, FigureCanvasAgg
-
-
-def check_report_services(names: str | None) -> None:
-    """Raises `TrainingError` if a service is unknown, and `InstallationError` if a service's package is missing.
-
-    names: services separated by commas; None for none.
-    """
-    if names and not _split_service_names(names):
-        raise TrainingError(f"--report-to {names!r} names no service; give {' or '.join(_SERVICES)}")
-    for name in _split_service_names(names):
-        if name not in _SERVICES:
-            raise TrainingError(f"--report-to {name}: only {' and '.join(_SERVICES)} are known")
-        if find_spec(name) is None:
-            raise InstallationError(f"--report-to {name} needs the package: pip install {name}")
-
-
-def _split_service_names(names: str | None) -> list[str]:
-    return [name.strip().lower() for name in (names or "").split(",") if name.strip()]
-
-
-class ReportServices:
-    """Sends lines of the log to the services in `options.report_to`. The constructor begins a new run at each."""
-
-    def __init__(self, options: RunOptions, settings: TrainSettings) -> None:
-        from mlx_lm.tuner.callbacks import get_reporting_callbacks
-
-        self._callback = get_reporting_callbacks(
-            ",".join(_split_service_names(options.report_to)),
-            project_name=options.project_name,
-            log_dir=str(options.out),
-            config={**settings.to_dict(), "model": options.model, "data": [str(path) for path in options.data]},  # type: ignore[arg-type]
-        )
-
-    def send(self, line: dict[str, Any]) -> None:
-        """Sends a line with a training or a validation loss; ignores any other line."""
-        if self._callback is None:
-            return
-        info = {_MLX_LM_KEYS.get(name, name): value for name, value in line.items()}
-        if "train_loss" in info:
-            info["peak_memory"] = line["peak_mlx_bytes"] / 1e9
-            self._callback.on_train_loss_report(info)
-        elif "val_loss" in info:
-            self._callback.on_val_loss_report(info)

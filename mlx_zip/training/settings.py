@@ -304,10 +304,9 @@ class RunOptions:
     per weight of the saved layers that had LoRA adapters, one of `ADAPTED_BITS`. valid_share: share of the samples of
     `data` to hold out; None: `VALID_SHARE`, or the share with which the run in `out` began; 0: none. max_seq_length:
     maximum base ids of a prepared sample; None: not checked. mask_prompt: whether the data must have been prepared
-    without a loss on prompts; None: not checked. report_to: services for the run's reports ("wandb", "swanlab", or both
-    with a comma). project_name: name of the project at these services. engine: engine that computes the steps, one of
-    `ENGINES`; not recorded, so a run may continue on another engine. init_from: folder of another run, whose last
-    trained weights this run begins with; read only while `out` has no checkpoint.
+    without a loss on prompts; None: not checked. engine: engine that computes the steps, one of `ENGINES`; not
+    recorded, so a run may continue on another engine. init_from: folder of another run, whose last trained weights this
+    run begins with; read only while `out` has no checkpoint.
     """
 
     data: Sequence[Path]
@@ -324,8 +323,6 @@ class RunOptions:
     valid_share: float | None = None
     max_seq_length: int | None = None
     mask_prompt: bool | None = None
-    report_to: str | None = None
-    project_name: str | None = None
     engine: str = "mlx"
     init_from: Path | None = None
 

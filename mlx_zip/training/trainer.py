@@ -33,7 +33,7 @@ from mlx_zip.training.loop import catch_stop_signals, free_cached_memory, train_
 from mlx_zip.training.prepare.shards import Sample
 from mlx_zip.training.prepare.text_windows import CompressedTexts
 from mlx_zip.training.run_data import JoinedFolders
-from mlx_zip.training.run_metrics import MetricsLog, ReportServices, read_metrics
+from mlx_zip.training.run_metrics import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import (
     COARSE_PADDING,
@@ -80,9 +80,9 @@ class Trainer:
 
     trainee: the model to train, with parameters frozen that are not trained. data, valid: samples to train and to
     validate on. run: folder of checkpoints and metrics. fingerprint: only a checkpoint with an equal fingerprint is
-    resumed. quiet: show no progress. services: get each line of the log; None for none. make_stepper: `Stepper`, or a
-    function with the same arguments that returns an object with the interface of `Stepper`. Raises `TrainingError` if
-    the last checkpoint does not fit. Call `check_enough_samples` before.
+    resumed. quiet: show no progress. make_stepper: `Stepper`, or a function with the same arguments that returns an
+    object with the interface of `Stepper`. Raises `TrainingError` if the last checkpoint does not fit. Call
+    `check_enough_samples` before.
     """
 
     def __init__(
@@ -94,11 +94,10 @@ class Trainer:
         fingerprint: str,
         valid: SampleData | None = None,
         quiet: bool = False,
-        services: ReportServices | None = None,
         make_stepper: Callable[..., Any] = Stepper,
     ) -> None:
         self.trainee, self.data, self.valid, self.settings, self.run = trainee, data, valid, settings, run
-        self.fingerprint, self.services = fingerprint, services
+        self.fingerprint = fingerprint
         self.group = mx.distributed.init()
         self.quiet = quiet or self.group.rank() > 0
         self._orders: dict[int, list[np.ndarray]] = {}
@@ -256,8 +255,6 @@ class Trainer:
 
     def _log_line(self, line: dict[str, Any]) -> None:
         run_on_all_machines(self.group, lambda: None if self._log is None else self._log.add(**line))
-        if self.services is not None:
-            self.services.send(line)
 
     def validate(self) -> str | None:
         """Logs the figures of a validation and returns them as text; see `TrainingJob`."""

@@ -150,7 +150,16 @@ def test_purge_deletes_all_conversations_and_says_how_many(run, home, monkeypatc
     assert b"secret" not in (home / "mlx_zip" / "conversations.db").read_bytes()
 
 
-def test_purge_says_that_nothing_was_deleted_where_the_disk_takes_nothing(run, home, monkeypatch):
+def test_an_app_on_a_database_that_another_app_has_open_is_refused_in_one_line(run, home):
+    store = Store(home / "c.db")
+    for flags in (["--port", "0"], ["--purge"]):
+        status, said, error = run("app", "--data", str(home / "c.db"), *flags)
+        assert (status, said, error.count("\n")) == (2, "", 1)
+        assert "c.db: another mlx_zip app has these conversations open; end that app first" in error
+    store.close()
+
+
+def test_purge_is_refused_where_the_disk_cannot_be_written(run, home, monkeypatch):
     file = home / "c.db"
     Store(file).close()
 
@@ -160,9 +169,8 @@ def test_purge_says_that_nothing_was_deleted_where_the_disk_takes_nothing(run, h
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuse)
         status, said, error = run("app", "--purge", "--data", str(file))
-    assert (status, said) == (2, "")
-    assert "nothing was deleted" in error
-    assert "Read-only file system" in error
+    assert (status, said, error.count("\n")) == (2, "", 1)
+    assert "c.db: Read-only file system" in error
 
 
 def test_a_port_that_is_taken_is_named_and_the_usual_one_is_replaced(run, home, monkeypatch):

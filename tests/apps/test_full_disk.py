@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mlx_zip.apps.chat import database
+from mlx_zip.apps.chat.store import CUT
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.errors import DataError
 from support.chat_app import chatting
@@ -22,9 +26,9 @@ TEXT = "Once upon a time there was a boat. "
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a disk of one megabyte. Skips the test, with the reason, where none can be mounted."""
+    """A folder on a disk of 16 megabytes. Skips the test, with the reason, where none can be mounted."""
     try:
-        words = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+        words = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(tmp_path)]
         done = subprocess.run(words, capture_output=True, text=True)
     except OSError as error:
         pytest.skip(f"no disk can be mounted: {error}")
@@ -36,80 +40,93 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(disk: Path, room: int = 0) -> Path:
     """Fills the disk up to some bytes, and returns the file to delete."""
-    free = os.statvfs(disk)
     ballast = disk / "ballast"
-    ballast.write_bytes(bytes(max(0, free.f_bavail * free.f_frsize - room)))
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:  # another thread may write meanwhile
+            file.write(bytes(4096))
+    os.truncate(ballast, max(0, ballast.stat().st_size - room))
     return ballast
 
 
-def problem(chat):
-    return chat.call("GET", "state").json["storage"]["problem"]
+FULL = r"c\.db cannot be written: the disk is full"
 
 
 @pytest.mark.parametrize("room", slow_but([0, 4096, 40_000], 4096))
-def test_a_full_disk_ends_no_conversation_and_all_is_in_the_file_when_there_is_room(disk, room, monkeypatch):
-    monkeypatch.setattr(database, "IDLE_RETRY_S", 0.2)
-    with chatting(FakeEngine(Script(text=TEXT * 100)), disk / "c.db") as chat:
+def test_what_finds_no_room_is_refused_and_all_that_was_stored_stays(disk, room):
+    with chatting(FakeEngine(Script(text=TEXT)), disk / "c.db") as chat:
         one = chat.create()["id"]
         before = chat.said(one, "before")
+        shown = chat.show(one)
         ballast = fill(disk, room)
-        two = chat.create()["id"]
-        frames = chat.answer(two, text="a long message " * 60)
-        assert frames[-1]["message"]["state"] == "whole"
-        told = [frame["message"] for frame in frames if frame["type"] == "storage"]
-        assert len(told) == 1
-        assert "the disk is full; changes are in memory only" in told[0]
-        chat.said(one, "after", before["id"])
+        asked = {"parent": before["id"], "text": "a long message " * 60}
+        for refused in (
+            chat.call("PATCH", f"conversations/{one}", {"draft": TEXT * 10_000}),
+            *([] if room else [chat.call("POST", f"conversations/{one}/answer", asked)]),
+        ):
+            assert refused.status == 500
+            assert re.search(FULL, refused.json["error"]["message"])
+        assert chat.show(one) == shown
         ballast.unlink()
-        assert until(lambda: problem(chat) is None)  # with nothing written meanwhile
-        shown = [chat.show(name) for name in (one, two)]
+        chat.said(one, "after", before["id"])
+        shown = chat.show(one)
+        assert len(shown["messages"]) == 4
     with chatting(file=disk / "c.db") as chat:
-        assert [chat.show(name) for name in (one, two)] == shown
+        assert chat.show(one) == shown
 
 
-def test_an_app_that_starts_on_a_full_disk_writes_to_the_file_when_there_is_room(disk, monkeypatch):
-    monkeypatch.setattr(database, "IDLE_RETRY_S", 0.2)
+def test_an_answer_that_finds_no_room_any_more_ends_with_an_error_and_can_be_continued(disk):
+    engine = FakeEngine(Script(text=TEXT * 200, delay_s=0.01))
+    with chatting(engine, disk / "c.db") as chat:
+        one = chat.create()["id"]
+        chat.said(one, "before")
+        thread = threading.Thread(target=lambda: frames.extend(chat.answer(one, text="A story.")))
+        frames: list[dict[str, Any]] = []
+        thread.start()
+        assert until(lambda: "boat" in chat.show(one)["messages"][-1]["text"])
+        ballast = fill(disk)
+        thread.join(60)
+        assert (frames[-1]["type"], frames[-1]["state"]) == ("error", "failed")
+        assert re.search(FULL, frames[-1]["message"])
+        question, cut = chat.show(one)["messages"][-2:]
+        assert question["text"] == "A story."
+        assert (cut["state"], cut["reason"]) in (("cut", CUT), ("failed", frames[-1]["message"]))  # if the end had room
+        assert (TEXT * 200).startswith(cut["text"].strip())
+        ballast.unlink()
+        last = chat.answer(one, parent=cut["id"], **{"continue": True})[-1]["message"]
+        assert last["state"] == "whole"
+        assert last["text"].startswith(cut["text"].strip())
+        assert "".join(token["t"] for token in last["tokens"]) == last["text"]
+        shown = chat.show(one)
+    with chatting(file=disk / "c.db") as chat:
+        assert chat.show(one) == shown
+
+
+def test_an_app_does_not_start_on_a_full_disk_and_leaves_the_file_as_it_is(disk, run):
     with chatting(file=disk / "c.db") as chat:
         one = chat.create()["id"]
-        first = chat.said(one, "before")
+        chat.said(one, "before")
+        shown = chat.show(one)
     ballast = fill(disk)
+    status, said, error = run("app", "--port", "0", "--data", str(disk / "c.db"))
+    assert (status, said, error.count("\n")) == (2, "", 1)
+    assert re.search(r"c\.db: the disk is full.*make room.*--data", error)
+    ballast.unlink()
     with chatting(file=disk / "c.db") as chat:
-        assert "the disk is full" in problem(chat)
-        assert len(chat.show(one)["messages"]) == 2
-        chat.said(one, "more", first["id"])
-        two = chat.create(title="new")["id"]
-        ballast.unlink()
-        assert until(lambda: problem(chat) is None)
-    with chatting(file=disk / "c.db") as chat:
-        assert len(chat.show(one)["messages"]) == 4
-        assert chat.show(two)["title"] == "new"
+        assert chat.show(one) == shown
 
 
-def test_what_is_deleted_after_a_start_on_a_full_disk_goes_when_there_is_room(disk, monkeypatch):
-    monkeypatch.setattr(database, "IDLE_RETRY_S", 0.2)
+def test_what_cannot_be_deleted_on_a_full_disk_is_all_there_and_goes_when_there_is_room(disk):
     with chatting(file=disk / "c.db") as chat:
-        chat.said(chat.create()["id"], "private")
-    ballast = fill(disk)
-    with chatting(file=disk / "c.db") as chat:
-        assert chat.call("DELETE", "conversations").json["deleted"] == 1
-        ballast.unlink()
-        assert until(lambda: problem(chat) is None)
-        assert chat.call("GET", "conversations").json["total"] == 0
-    assert b"private" not in (disk / "c.db").read_bytes()
-
-
-def test_what_is_deleted_on_a_full_disk_is_told_to_be_there_still_and_goes_when_there_is_room(disk, monkeypatch):
-    with chatting(file=disk / "c.db") as chat:
-        one, two = chat.create()["id"], chat.create()["id"]
-        chat.said(one, "private")
+        for _ in range(20):
+            chat.said(chat.create()["id"], "private")
         ballast = fill(disk)
-        gone = chat.call("DELETE", "conversations").json
-        assert gone["deleted"] == 2
-        assert "the disk is full" in gone["problem"]
+        refused = chat.call("DELETE", "conversations")
+        assert refused.status == 500
+        assert re.search(FULL, refused.json["error"]["message"])
+        assert chat.call("GET", "conversations").json["total"] == 20
         ballast.unlink()
-    with chatting(file=disk / "c.db") as chat:
-        assert chat.call("GET", "conversations").json["total"] == 0
-        assert chat.call("GET", f"conversations/{two}").status == 404
+        assert chat.call("DELETE", "conversations").json == {"deleted": 20}
+    assert b"private" not in (disk / "c.db").read_bytes()
 
 
 def test_a_conversation_of_the_terminal_that_cannot_be_saved_leaves_nothing_behind(disk):

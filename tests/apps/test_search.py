@@ -88,7 +88,7 @@ def test_what_is_changed_or_deleted_is_not_found_any_more():
     store.begin(one, [user, answer])
     store.finish(one, answer | {"text": "walrus", "state": "whole"})
     assert store.conversations("walrus")["total"] == 1
-    store.resume(one, answer)
+    store.resume(answer | {"state": "running"})
     store.finish(one, answer | {"text": "penguin", "state": "whole"})
     assert (store.conversations("walrus")["total"], store.conversations("penguin")["total"]) == (0, 1)
     store.delete(one)

@@ -1,4 +1,4 @@
-"""What is kept of conversations: over crashes, full disks, damaged and foreign files, other versions, two processes."""
+"""What is kept of conversations: over crashes, full disks, damaged and foreign files, other versions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mlx_zip.apps.chat import database, database_file
-from mlx_zip.apps.chat.database_file import StoreError, open_file
+from mlx_zip.apps.chat import database, running_answers
+from mlx_zip.apps.chat.database import StoreError
 from mlx_zip.apps.chat.running_answers import new_message
 from mlx_zip.apps.chat.store import CUT, Store
 from support.chat_app import chatting
@@ -98,19 +99,15 @@ def test_an_answer_whose_process_was_killed_is_cut_and_nothing_else_is_lost(file
     store.close()
 
 
-@pytest.mark.slow
-def test_an_answer_that_another_process_is_writing_is_not_cut(file):
+def test_a_file_that_another_app_has_open_is_refused_until_that_app_is_killed(file):
+    link = file.parent.parent / "link.db"
+    link.symlink_to(file)
     with writing(file) as one:
-        store = Store(file)
-        state, text = texts(store, one)[1]
-        assert state == "running"
-        other = filled(store)
-        time.sleep(1)
-        assert len(texts(store, one)[1][1]) > len(text)
-        assert len(texts(store, other)) == 2
-    second = Store(file)  # the first one still has the file open
-    assert texts(second, one)[1][0] == "cut"
-    second.close()
+        for path in (file, link):
+            with pytest.raises(StoreError, match=f"{path.name}: another mlx_zip app has these conversations open"):
+                Store(path)
+    store = Store(file)
+    assert texts(store, one)[1][0] == "cut"
     store.close()
 
 
@@ -158,12 +155,11 @@ def test_the_page_is_told_what_was_kept_aside(file):
         assert "no database" in chat.call("GET", "state").json["storage"]["note"]
 
 
-def test_a_damaged_file_that_another_process_uses_is_refused_and_not_moved(file):
+def test_a_damaged_file_that_another_app_has_open_is_refused_and_not_moved(file):
     closed(file)
-    user = open_file(file)
-    database_file.share_lock(user)
+    user = Store(file)
     damaged(file)
-    with pytest.raises(StoreError, match="another process uses the file"):
+    with pytest.raises(StoreError, match="another mlx_zip app"):
         Store(file)
     assert not [path for path in file.parent.iterdir() if ".kept-" in path.name]
     user.close()
@@ -197,15 +193,15 @@ def test_pinned_conversations_come_first_then_folders_by_name_then_the_others(fi
 
 
 def test_the_tables_are_made_whole_or_not_at_all(monkeypatch):
-    whole = database_file._STATEMENTS
+    whole = database._STATEMENTS
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
-        monkeypatch.setattr(database_file, "_STATEMENTS", (*whole, "nonsense"))
+        monkeypatch.setattr(database, "_STATEMENTS", (*whole, "nonsense"))
         with pytest.raises(sqlite3.OperationalError):
-            database_file.make_tables(db)
-        assert database_file.schema_version(db) == db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-        monkeypatch.setattr(database_file, "_STATEMENTS", whole)
-        database_file.make_tables(db)
-        assert database_file.schema_version(db) == database_file.VERSION
+            database.make_tables(db)
+        assert database.schema_version(db) == db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        monkeypatch.setattr(database, "_STATEMENTS", whole)
+        database.make_tables(db)
+        assert database.schema_version(db) == database.VERSION
 
 
 def test_messages_that_are_each_other_s_parents_end_a_path_and_not_the_program(file):
@@ -219,56 +215,62 @@ def test_messages_that_are_each_other_s_parents_end_a_path_and_not_the_program(f
 
 def grow(store: Store, pages: int | None) -> None:
     """Lets the file have some more pages, None for no bound."""
-    now = store.database._opened.db.execute("PRAGMA page_count").fetchone()[0]
-    store.database._opened.db.execute(f"PRAGMA max_page_count = {now + pages if pages is not None else 1 << 30}")
+    now = store.database._db.execute("PRAGMA page_count").fetchone()[0]
+    store.database._db.execute(f"PRAGMA max_page_count = {now + pages if pages is not None else 1 << 30}")
 
 
-def test_a_full_disk_ends_no_conversation_and_what_was_written_reaches_the_file_later(file, monkeypatch):
-    monkeypatch.setattr(database, "RETRY_S", 0.0)
+def test_what_finds_no_room_is_not_stored_and_changes_nothing(file):
     store = Store(file)
     one = filled(store)
     grow(store, 2)
-    second = filled(store, "A long story. " * 5000)
-    assert "disk is full" in store.database.problem
-    third = filled(store)
-    store.delete(one)
-    assert [store.conversation(name) is not None for name in (one, second, third)] == [False, True, True]
+    with pytest.raises(StoreError, match=r"c\.db cannot be written: the disk is full; make room"):
+        store.add([store.conversation(one) | {"id": "two", "title": "A long story. " * 50_000}])
+    assert store.conversations()["total"] == 1
     grow(store, None)
-    fourth = filled(store)
-    assert store.database.problem is None
+    two = filled(store)
     store.close()
     again = Store(file)
-    assert {found["id"] for found in again.conversations()["conversations"]} == {second, third, fourth}
-    assert texts(again, second)[1] == ("whole", "A long story. " * 5000)
-    assert again.conversations("long story")["total"] == 1
+    assert {found["id"] for found in again.conversations()["conversations"]} == {one, two}
     again.close()
 
 
-def test_an_answer_streams_to_its_end_on_a_full_disk_and_the_page_is_told(file):
-    engine = FakeEngine(Script(text="Once upon a time there was a boat. " * 100, delay_s=0.004))
+def refuse_to_write(*_: object) -> None:
+    raise sqlite3.OperationalError("something is amiss")
+
+
+def test_an_answer_whose_next_part_cannot_be_stored_ends_with_the_error(file, monkeypatch):
+    engine = FakeEngine(Script(text="Once upon a time there was a boat. " * 100, delay_s=0.02))
+    monkeypatch.setattr(running_answers, "WRITE_S", 0.05)
     with chatting(engine, file) as chat:
         one = chat.create()["id"]
-        grow(chat.store, 0)
-        frames = chat.answer(one, text="once upon a time " * 300)
-        assert frames[-1]["message"]["state"] == "whole"
-        told = [frame["message"] for frame in frames if frame["type"] == "storage"]
-        assert len(told) == 1
-        assert "disk is full" in told[0]
-        assert chat.call("GET", "state").json["storage"]["problem"] == told[0]
-        assert chat.show(one)["messages"][1]["text"] == frames[-1]["message"]["text"]
-
-
-def test_a_database_that_fails_otherwise_ends_no_answer_either(file, monkeypatch):
-    with chatting(file=file) as chat:
-        one = chat.create()["id"]
-
-        def refuse(*_: object) -> None:
-            raise StoreError("the conversations cannot be written: another process is writing")
-
-        monkeypatch.setattr(chat.store.database, "write", refuse)
+        monkeypatch.setattr(chat.store, "append", lambda *_: chat.store.database.write(refuse_to_write))
         frames = chat.answer(one, text="Tell me a story.")
-        assert [frame["type"] for frame in frames].count("storage") == 1
-        assert frames[-1]["message"]["text"]
+        assert (frames[-1]["type"], frames[-1]["state"]) == ("error", "failed")
+        assert "c.db cannot be written: something is amiss" in frames[-1]["message"]
+        written = engine_text(frames)
+        assert 0 < len(written) < 100 * len("Once upon a time there was a boat. ")
+        assert texts(chat.store, one)[1] == ("failed", written)
+
+
+def test_an_answer_whose_end_cannot_be_stored_is_cut_after_the_part_that_was(file, monkeypatch):
+    engine = FakeEngine(Script(text="Once upon a time there was a boat. " * 20, delay_s=0.008))
+    monkeypatch.setattr(running_answers, "WRITE_S", 0.05)
+    with chatting(engine, file) as chat:
+        one = chat.create()["id"]
+        with monkeypatch.context() as patched:
+            patched.setattr("mlx_zip.apps.chat.store._write_message", refuse_to_write)
+            frames = chat.answer(one, text="Tell me a story.")
+        assert (frames[-1]["type"], frames[-1]["state"]) == ("error", "failed")
+        assert "c.db cannot be written: something is amiss" in frames[-1]["message"]
+        state, text = texts(chat.store, one)[1]
+        assert state == "cut"
+        assert text
+        assert engine_text(frames).startswith(text)
+        assert chat.said(one, "Go on.", chat.show(one)["messages"][1]["id"])["state"] == "whole"
+
+
+def engine_text(frames: list[dict[str, Any]]) -> str:
+    return "".join(frame["text"] for frame in frames if frame["type"] == "text")
 
 
 @pytest.mark.parametrize("place", ["file/c.db", "pipe", "folder"])
@@ -281,57 +283,36 @@ def test_a_place_where_nothing_can_be_kept_is_refused_with_its_reason(tmp_path, 
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
-def test_a_disk_that_takes_nothing_at_the_start_leaves_the_conversations_in_memory(file, monkeypatch, code):
-    store = Store(file)
-    one = filled(store)
-    store.close()
+def test_a_file_that_cannot_be_opened_to_write_is_refused_with_its_reason_and_stays(file, monkeypatch, code):
+    closed(file)
     before = file.read_bytes()
 
     def refuse(path: object, *_: object) -> int:
         raise OSError(code, os.strerror(code), str(path))
 
-    monkeypatch.setattr(os, "open", refuse)
-    with chatting(file=file) as chat:
-        assert [found["id"] for found in chat.store.conversations()["conversations"]] == [one]
-        frames = chat.answer(chat.create()["id"], text="Tell me a story.")
-        told = [frame["message"] for frame in frames if frame["type"] == "storage"]
-        assert len(told) == 1
-        assert os.strerror(code) in told[0]
-        assert "lost when the app ends" in told[0]
-        shown = chat.call("GET", "state").json["storage"]
-        assert (shown["file"], shown["problem"]) == (str(file), told[0])
-        assert chat.store.conversations()["total"] == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        with pytest.raises(StoreError, match=rf"c\.db: {os.strerror(code)}"):
+            Store(file)
     assert file.read_bytes() == before
 
 
-def test_a_disk_that_takes_nothing_at_the_very_first_start_gives_an_empty_list(file, monkeypatch):
-    def refuse(path: object, *_: object) -> int:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-
-    monkeypatch.setattr(os, "open", refuse)
+def test_threads_write_at_once_and_lose_nothing(file):
     store = Store(file)
-    assert store.conversations()["total"] == 0
-    assert store.database.problem is not None
-    store.close()
-
-
-def test_two_clients_write_at_once_and_lose_nothing(file):
-    first, second = Store(file), Store(file)
     made: list[str] = []
 
-    def work(store: Store) -> None:
+    def work() -> None:
         made.extend(filled(store, f"Story {i}") for i in range(25))
 
-    threads = [threading.Thread(target=work, args=(store,)) for store in (first, second, first)]
+    threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(set(made)) == 75
-    assert all(len(texts(first, one)) == 2 for one in made)
-    assert second.conversations()["total"] == 75
-    for store in (first, second):
-        store.close()
+    assert all(len(texts(store, one)) == 2 for one in made)
+    assert store.conversations()["total"] == 75
+    store.close()
 
 
 def test_purge_leaves_no_word_in_any_file(file):

@@ -88,7 +88,7 @@ def test_the_app_offers_what_is_at_hand_beside_the_bundled_model(
 def test_an_offered_model_can_be_chosen_and_says_what_it_is() -> None:
     opened: list[str] = []
     found = make_other_models(
-        FakeEngine(), None, lambda name: opened.append(name) or FakeEngine(), {"stories": "", **named.MADE}
+        FakeEngine(), lambda name: opened.append(name) or FakeEngine(), None, {"stories": "", **named.MADE}
     )
     assert [(one.name, one.kind) for one in found if one.kind != "off"] == [
         ("stories-base", "control"),
@@ -104,6 +104,6 @@ def test_an_offered_model_can_be_chosen_and_says_what_it_is() -> None:
 def test_smollm2_races_against_its_untouched_base() -> None:
     main = FakeEngine()
     main.info = main.info.__class__(**{**vars(main.info), "name": "smollm2"})
-    control = make_other_models(main)[0]
+    control = make_other_models(main, lambda name: FakeEngine())[0]
     assert (control.name, control.kind) == ("smollm2-base", "control")
     assert control.label == "smollm2-base: the model that it was made from, without hypertokens"

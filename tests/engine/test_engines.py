@@ -191,7 +191,7 @@ def test_many_threads_open_and_ask_without_a_second_engine_at_once():
 def test_off_says_what_the_model_says_when_it_may_not_use_hypertokens():
     from mlx_zip.engine.sampling.processors import base_ids_only
 
-    with tiny_engine() as main, Engines(main, make_other_models(main)) as engines, engines.use("off") as off:
+    with tiny_engine() as main, Engines(main, make_other_models(main, fake)) as engines, engines.use("off") as off:
         assert off.info.codebook_size == 0
         assert off.info.fingerprint != main.info.fingerprint
         watches = [ask(off, tiny.base_ids(9, i), max_tokens=15)[1] for i in range(3)]
@@ -225,13 +225,13 @@ def test_off_has_no_weights_of_its_own():
 
 def test_a_plain_model_cannot_be_run_without_hypertokens():
     with tiny_engine("plain") as main:
-        assert make_other_models(main) == []
+        assert make_other_models(main, fake) == []
         with pytest.raises(EngineError, match="cannot be run without"):
             main.without_hypertokens("off")
 
 
 def test_the_bundled_model_is_compared_with_its_base_a_named_one_and_itself():
-    found = make_other_models(fake("stories"), "some/model", lambda name: fake(name))
+    found = make_other_models(fake("stories"), fake, "some/model")
     assert [(one.name, one.kind) for one in found] == [
         ("stories-base", "control"),
         ("some/model", "model"),

@@ -68,6 +68,11 @@ def test_a_server_can_be_told_to_store_nothing():
 # ---- on disk
 
 
+def flush(files):
+    """Waits until all writes and deletions so far are done."""
+    files._thread.submit(lambda: None).result()
+
+
 def opened(folder, most=100, most_bytes=10_000):
     """A store with files in a folder, and what writes them."""
     files = ResponseFiles(folder)
@@ -80,7 +85,7 @@ def test_responses_are_there_after_a_restart_and_private(tmp_path):
     for name in names:
         store.add(response(name), [ITEM])
     store.delete(names[1])
-    files.flush()
+    flush(files)
     assert {path.stem for path in folder.iterdir()} == {names[0], names[2]}
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -97,9 +102,9 @@ def test_the_bounds_hold_for_what_is_found_on_disk(tmp_path):
     store, files = opened(tmp_path / "r")
     for name in names:
         store.add(response(name), [ITEM])
-        files.flush()
+        flush(files)
     again, files = opened(tmp_path / "r", most=2)
-    files.flush()
+    flush(files)
     assert len(again) == 2
     assert {path.stem for path in (tmp_path / "r").iterdir()} == set(names[2:])
 
@@ -123,7 +128,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, caplog):
     tmp_path.chmod(0o777)
     store, files = opened(tmp_path)
     store.add(response(new_prefixed_id("resp")), [ITEM])
-    files.flush()
+    flush(files)
     assert len(store) == 1
     assert list(tmp_path.iterdir()) == []
     assert "kept in memory only" in caplog.text
@@ -156,7 +161,7 @@ def test_all_responses_are_forgotten_at_once_in_memory_and_on_disk(tmp_path):
     for _ in range(3):
         store.add(response(new_prefixed_id("resp")), [ITEM])
     assert store.clear() == 3
-    files.flush()
+    flush(files)
     assert (len(store), store.bytes, list(tmp_path.iterdir())) == (0, 0, [])
 
 

@@ -51,7 +51,7 @@ def test_what_a_parser_of_mlx_lm_cannot_read_stays_text(name):
     assert "".join(d.text for d in [*splitter.feed(text), *splitter.finish()]) == text
 
 
-@pytest.mark.parametrize("name", ["pythonic", "kimi_k2", "gemma4"])
+@pytest.mark.parametrize("name", ["pythonic", "kimi_k2", "gemma4", "glm47", "minimax_m2", "minicpm5"])
 def test_other_formats_are_not_forced(name):
     with pytest.raises(GenerationError, match=f"format {name}, which cannot be forced"):
         make_grammar_constraint(wrapped(name), Turn(tools=TOOLS, tool_choice="required"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -84,12 +83,11 @@ def _loaded(name: str) -> Any:
     return load_tokenizer(name)._tokenizer
 
 
-def wrapped(name: str, chat_template: str = "{{ tools }}[ARGS]", special: Sequence[str] = ()) -> TokenizerWrapper:
-    """A tokenizer in mlx-lm's wrapper, with one of mlx-lm's parsers. special: marks that are special tokens."""
+def wrapped(name: str, chat_template: str = "{{ tools }}[ARGS]") -> TokenizerWrapper:
+    """A tokenizer in mlx-lm's wrapper, with one of mlx-lm's parsers."""
     parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
     inner = with_tools()._tokenizer
     inner.chat_template = chat_template
-    inner.add_tokens(list(special), special_tokens=True)
     return TokenizerWrapper(
         inner,
         tool_call_start=parser.tool_call_start,

@@ -101,11 +101,11 @@ def test_out_takes_precedence_over_a_files_adapter_path(tmp_path, asked):
 
 def test_the_flags_go_by_mlx_lms_names_too(asked):
     flags = ["--model", "m", "--data", "d", "--adapter-path", "o", "--num-layers", "3", "--max-seq-length", "128"]
-    more = ["--mask-prompt", "--report-to", "wandb", "--project-name", "p", "--val-batches", "-1", "--train"]
+    more = ["--mask-prompt", "--val-batches", "-1", "--train"]
     assert main(["train", *flags, *more]) == 0
     assert (asked["settings"].lora_layers, asked["settings"].val_batches) == (3, 0)
     made = asked["options"]
-    assert (made.max_seq_length, made.mask_prompt, made.report_to, made.project_name) == (128, True, "wandb", "p")
+    assert (made.max_seq_length, made.mask_prompt) == (128, True)
 
 
 def test_a_cosine_schedule_is_ours_when_it_ends_with_the_run():
@@ -134,6 +134,8 @@ def test_an_optimizers_options_are_taken_where_they_are_ours():
         ({"adapter_path": "a", "out": "b"}, "adapter_path .* and out name one setting"),
         ({"clear_cache_threshold": "1GB"}, "clear_cache_threshold .*--batch-size"),
         ({"trust_remote_code": True}, "trust_remote_code .*mlx_zip prepare"),
+        ({"report_to": "wandb"}, "report_to of mlx-lm: OUT/metrics.jsonl .*--plot"),
+        ({"project_name": "p"}, "project_name .*report_to, which is refused"),
         ({"hf_dataset": {"path": "a/b"}}, "hf_dataset .*mlx_zip prepare"),
         ({"prompt_feature": "question"}, "prompt_feature .*--columns"),
         ({"optimizer": "adam", "optimizer_config": {"adam": {"betas": [0.9, 0.98]}}}, "betas of adam cannot be set"),

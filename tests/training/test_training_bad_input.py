@@ -344,7 +344,7 @@ def train_argv(home: Path, out: Path, *more: Any) -> list[Any]:
         (["--batch-size", "25"], "24 usable samples do not fill a batch of 25: .*smaller --batch-size"),
         (["--max-seq-length", "0"], "max_seq_length must be a whole number of 1 or more, got 0"),
         (["--lora-keys", ","], "lora_keys ',' names no layer"),
-        (["--report-to", ","], "--report-to ',' names no service"),
+        (["--report-to", "wandb"], "report_to of mlx-lm: OUT/metrics.jsonl has all figures"),
         (["--valid", "nowhere"], "nowhere: no such file or folder; --valid names a folder"),
         (["-c", "nowhere.yaml"], "--config nowhere.yaml cannot be read: No such file or directory$"),
     ],

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +14,7 @@ import pytest
 
 from mlx_zip import load
 from mlx_zip.cli import main
-from mlx_zip.errors import InstallationError, TrainingError
+from mlx_zip.errors import TrainingError
 from mlx_zip.progress import ProgressBar
 from mlx_zip.training.checkpoints import Progress, list_checkpoints
 from mlx_zip.training.run import train
@@ -170,30 +168,3 @@ def test_hints_are_given_where_the_figures_ask_for_them():
     assert "more data would help" in training_hint_lines([0.9, 1.0], 9.0, long, True)[0]
     assert "only 40% of the data" in training_hint_lines([], 0.4, long, False)[0]
     assert "trial run" in training_hint_lines([], 1.0, Progress(step=1, seen_base_ids=5), True)[0]
-
-
-def test_reports_go_to_the_services_that_are_named(tmp_path, monkeypatch):
-    sent: list[tuple[dict[str, Any], int]] = []
-    library: Any = ModuleType("wandb")
-    library.init = lambda **values: sent.append((values, 0))
-    library.log = lambda info, step: sent.append((info, step))
-    library.__spec__ = object()
-    monkeypatch.setitem(sys.modules, "wandb", library)
-    monkeypatch.setattr("mlx_lm.tuner.callbacks.wandb", library)
-    made = options(tmp_path / "run", valid_share=None, report_to="wandb", project_name="zip")
-    train(made, settings(iters=2), quiet=True)
-    assert sent[0][0]["project"] == "zip"
-    assert [(step, sorted({"train_loss", "val_loss"} & info.keys())) for info, step in sent[1:]] == [
-        (1, ["train_loss"]),
-        (2, ["train_loss"]),
-        (2, ["val_loss"]),
-    ]
-    assert sent[1][0]["tokens_per_second"] > 0
-
-
-def test_services_that_are_not_there_are_named_before_anything_is_written(tmp_path):
-    with pytest.raises(TrainingError, match="--report-to tensorboard: only wandb and swanlab"):
-        train(options(tmp_path / "run", report_to="tensorboard"), settings(), quiet=True)
-    with pytest.raises(InstallationError, match="--report-to swanlab needs the package: pip install swanlab"):
-        train(options(tmp_path / "run", report_to="swanlab"), settings(), quiet=True)
-    assert not (tmp_path / "run").exists()

@@ -88,9 +88,6 @@ const TAKE = {
     emit("path", conversation);
     if (message.figures) emit("figures", { conversation, figures: message.figures });
   },
-  storage(_, { message }) {
-    emit("storage", message);
-  },
   error(conversation, { message, state }) {
     finish(conversation, state ?? "failed", message);
     emit("problem", { conversation, message });

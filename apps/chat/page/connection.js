@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { emit, on } from "./bus.js";
 import { app, fetchConversation, patch, refreshState, show } from "./model.js";
-import { banner, bannerWaitsFor, guarded, say, toast } from "./tell.js";
+import { banner, say, toast } from "./tell.js";
 
 const EVERY_MS = 2000; // between two looks
 
@@ -14,9 +14,7 @@ let cutOff = false; // whether the server went in the middle of an answer; reque
 export function startConnection() {
   on("lost", ({ midway, status }) => (status === 401 ? lockedOut() : lost(midway)));
   on("problem", ({ message }) => banner(message, { until: "shown taken" }));
-  on("storage", (message) => banner(message, { until: "stored" }));
   on("note", (message) => banner(message));
-  on("answered", () => bannerWaitsFor("stored") && guarded(refreshState));
   addEventListener("hashchange", () => api.takeKey() && unlocked());
   addEventListener("storage", ({ key }) => key === "key" && unlocked());
 }

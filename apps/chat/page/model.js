@@ -45,9 +45,7 @@ export async function refreshState() {
   const first = app.state === null;
   app.state = await api.call("GET", "state");
   emit("state");
-  const { problem, note } = app.state.storage ?? {};
-  if (problem) emit("storage", problem);
-  else emit("stored");
+  const note = app.state.storage?.note;
   if (first && note) emit("note", note);
 }
 
@@ -127,10 +125,9 @@ export async function switchTo(conversation, message) {
 
 /** Deletes conversations: one, or all of them. */
 export async function remove(id = null) {
-  const { problem } = await api.call("DELETE", id === null ? "conversations" : `conversations/${encodeURIComponent(id)}`);
+  await api.call("DELETE", id === null ? "conversations" : `conversations/${encodeURIComponent(id)}`);
   for (const conversation of id === null ? [...open.values()] : [open.get(id)]) conversation?.answering?.abort();
   if (id === null) open.clear();
   else open.delete(id);
   emit("saved", id);
-  if (problem) emit("storage", problem); // the file still has what was deleted
 }

@@ -131,9 +131,9 @@ function drawSystem(conversation) {
   without.hidden = !reason || !system.value;
 }
 
-function storageTexts({ file, bytes: size, problem, note }) {
+function storageTexts({ file, bytes: size, note }) {
   const kept = file ? `Conversations are kept in ${file} (${bytes(size)}), readable by you alone.` : "Conversations are not kept: they are gone when the program ends.";
-  return [kept, problem, note].filter(Boolean).map((text) => h("p", {}, text));
+  return [kept, note].filter(Boolean).map((text) => h("p", {}, text));
 }
 
 function drawPacks(conversation) {

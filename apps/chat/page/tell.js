@@ -23,17 +23,12 @@ export function toast(text) {
 
 /** Starts to take banners away when what they report is over. */
 export function startBanner() {
-  for (const name of ["shown", "taken", "stored", "back"]) on(name, () => bannerWaitsFor(name) && hideBanner());
-}
-
-/** Whether there is a banner that this event takes away. */
-export function bannerWaitsFor(name) {
-  return leaves.includes(name);
+  for (const name of ["shown", "taken", "back"]) on(name, () => leaves.includes(name) && hideBanner());
 }
 
 /**
  * Shows a text that stays, with actions [{label, run}] as buttons, until it is closed or an event happens. kind: "problem" or
- * "news". until: names of the events, separated by spaces: a conversation is shown, a message is taken, storage is whole again …
+ * "news". until: names of the events, separated by spaces: a conversation is shown, a message is taken, the server is back.
  */
 export function banner(text, { actions = [], kind = "problem", closes = true, until = "" } = {}) {
   const place = byId("banner");

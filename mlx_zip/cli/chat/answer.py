@@ -5,15 +5,15 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from mlx_zip.cli.chat.conversation import HypertokenUse
 from mlx_zip.engine import Counted, Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
-from mlx_zip.text.stream import TextStream, partial_mark_length
-from mlx_zip.text.tokenizers import REPLACEMENT, thinking_marks
+from mlx_zip.text.stream import TextStream
+from mlx_zip.text.tokenizers import REPLACEMENT
 
 Arrived = queue.SimpleQueue[Event | None]  # None: stop the answer
-_TAIL_IDS = 16  # number of base ids at the prompt's end that are searched for the mark that starts reasoning
 
 
 class Answer:
@@ -103,71 +103,17 @@ def split_reasoning(view: Any, tokenizer: Any, prompt_ids: Sequence[int]) -> Ite
     view: see `Front.show_answer`; shows the answer's text and reasoning, without the marks around the reasoning.
     prompt_ids: base ids of the prompt, at whose end the mark that starts reasoning may stand.
     """
-    if (marks := thinking_marks(tokenizer)) is None:
-        yield view.feed
-        return
-    tail = tokenizer.decode(list(prompt_ids)[-_TAIL_IDS:], skip_special_tokens=False)
-    splitter = _ReasoningSplitter(view, *marks, tail.rstrip().endswith(marks[0]))
+    turns, splitters = (import_module(f"mlx_zip.server.answers.{name}") for name in ("turn", "splitter"))
+    splitter = splitters.Splitter(tokenizer, turns.Turn(), prompt_ids)
+
+    def show(deltas: Sequence[Any], length: int) -> None:
+        for delta in deltas:
+            if isinstance(delta, turns.Reasoning):
+                view.feed_reasoning(delta.text)
+            else:
+                view.feed(delta.text, length)
+
     try:
-        yield splitter.feed
+        yield lambda text, length: show(splitter.feed(text), length)
     finally:
-        splitter.finish()
-
-
-class _ReasoningSplitter:
-    """Feeds reasoning and text to `view`, without the marks around the reasoning and the white space next to the marks.
-
-    start, end: the marks. begun: whether the prompt has already begun the reasoning.
-    """
-
-    def __init__(self, view: Any, start: str, end: str, begun: bool) -> None:
-        self._view, self._start, self._end = view, start, end
-        self._state = self._read_reasoning if begun else self._read_answer_start
-        self._held, self._skips = "", begun  # _skips: whether to drop the next white space
-
-    def feed(self, text: str, length: int) -> None:
-        """Takes the next piece of text. length: number of base tokens of its id."""
-        self._held += text
-        self._state(length)
-
-    def finish(self) -> None:
-        if self._held and self._state == self._read_reasoning:
-            self._view.feed_reasoning(self._held)
-        elif self._held:
-            self._view.feed(self._held, 1)
-        self._held = ""
-
-    def _read_answer_start(self, length: int) -> None:
-        text = self._held.lstrip()
-        if text.startswith(self._start):
-            self._enter_state(self._read_reasoning, text[len(self._start) :], length)
-        elif not self._start.startswith(text):
-            self._enter_state(self._read_text, self._held, length, skips=False)
-
-    def _read_reasoning(self, length: int) -> None:
-        self._skip_space()
-        thought, mark, rest = self._held.partition(self._end)
-        if mark:
-            if thought.rstrip():
-                self._view.feed_reasoning(thought.rstrip())
-            self._enter_state(self._read_text, rest, length)
-            return
-        ready = self._held[: len(self._held) - partial_mark_length(self._held, (self._end,))].rstrip()
-        if ready:
-            self._view.feed_reasoning(ready)
-        self._held = self._held[len(ready) :]
-
-    def _read_text(self, length: int) -> None:
-        self._skip_space()
-        if self._held:
-            self._view.feed(self._held, length)
-        self._held = ""
-
-    def _enter_state(self, state: Callable[[int], None], held: str, length: int, skips: bool = True) -> None:
-        self._state, self._held, self._skips = state, held, skips
-        state(length)
-
-    def _skip_space(self) -> None:
-        if self._skips:
-            self._held = self._held.lstrip()
-            self._skips = not self._held
+        show(splitter.finish(), 1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.history import History, InMemoryHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 
@@ -30,15 +29,13 @@ from mlx_zip.cli.chat.markdown import MarkdownStream
 from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_control_characters, style_text
 from mlx_zip.engine import EngineInfo
 from mlx_zip.errors import DataError, failure_reason
-from mlx_zip.files import atomic_file, check_regular_file
+from mlx_zip.files import check_regular_file
 
 _PROMPT = "> "
 _MOST_SHOWN = 2000  # characters; a longer paste is shown as a placeholder with its size
 _PATIENCE_S = 1.0  # time after which the progress of a prefill is shown
 _FAINT, _BOLD = "2", "1"
-HISTORY_FILE = "chat_history.jsonl"
-MOST_BYTES = 1 << 20  # upper bound of the history file; of a larger one a new chat drops the older half
-MOST_CHARACTERS = 1 << 14  # a longer message is not kept in the history file
+HISTORY_FILE = "chat_history"
 
 
 class TerminalView:
@@ -107,7 +104,7 @@ class TerminalFront(Front):
         self._answered = False  # whether an answer was shown since the last prompt
         self._opened = contextlib.ExitStack()
         self._session: PromptSession[str] = PromptSession(
-            history=InMemoryHistory() if history is None else TypedHistory(history, self.show_error),
+            history=InMemoryHistory() if history is None else open_history(history, self.show_error),
             multiline=True,
             key_bindings=self._make_key_bindings(),
             completer=_CommandCompleter(),
@@ -268,67 +265,36 @@ def is_dumb_terminal() -> bool:
     return os.environ.get("TERM", "") in ("", "dumb", "unknown")
 
 
-class TypedHistory(History):
-    """History of typed messages, kept in `file` with one JSON string per line, the newest last.
+class TypedHistory(FileHistory):
+    """History of typed messages, kept in a file in prompt_toolkit's format.
 
-    warn: called with one line if the file cannot be read or written; from then on the file is not used.
+    warn: called with one line for each message that cannot be written.
     """
 
     def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
-        self.file, self._warn, self._works = file, warn, True
-        self._try_with_file(self._shorten_file)
-        super().__init__()
-
-    def load_history_strings(self) -> Iterable[str]:
-        """Returns the messages in the file, the newest first, without damaged lines."""
-        lines: list[str] = []
-        self._try_with_file(lambda: lines.extend(self._read_lines()))
-        return reversed([text for line in lines if (text := _parse_message(line))])
+        self._warn = warn
+        super().__init__(file)
 
     def store_string(self, string: str) -> None:
-        """Adds a message to the file, unless it is longer than `MOST_CHARACTERS`."""
-        if len(string) <= MOST_CHARACTERS:
-            self._try_with_file(lambda: self._append_line(json.dumps(string) + "\n"))
-
-    def _read_lines(self) -> list[str]:
-        if not self.file.exists():
-            return []
-        return self.file.read_text(encoding="utf-8", errors="replace").splitlines()
-
-    def _append_line(self, line: str) -> None:
-        """Appends a line in one write, so that lines of two chats do not mix. Raises `OSError`."""
-        self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        """Adds a message to the file."""
         try:
-            os.fchmod(handle, 0o600)
-            os.write(handle, line.encode())
-        finally:
-            os.close(handle)
-
-    def _shorten_file(self) -> None:
-        if not self.file.exists() or self.file.stat().st_size <= MOST_BYTES:
-            return
-        lines = self._read_lines()
-        with atomic_file(self.file) as partial:
-            partial.touch(mode=0o600)
-            partial.write_text("".join(line + "\n" for line in lines[len(lines) // 2 :]), encoding="utf-8")
-
-    def _try_with_file(self, work: Callable[[], None]) -> None:
-        """Calls `work`, which uses the file; after the first failure does nothing."""
-        if not self._works:
-            return
-        try:
-            check_regular_file(self.file)  # reading a pipe or a device may never end
-            work()
-        except (OSError, DataError) as error:
-            self._works = False
-            why = failure_reason(error).removeprefix(f"{self.file}: ")
-            self._warn(f"what you type is not kept: {self.file}: {why}")
+            super().store_string(repair_surrogates(string))
+        except OSError as error:
+            self._warn(f"what you type is not kept: {self.filename}: {failure_reason(error)}")
 
 
-def _parse_message(line: str) -> str:
+def open_history(file: Path, warn: Callable[[str], None]) -> History:
+    """Returns the history kept in `file`, which is made readable by its owner only.
+
+    If the file cannot be used, calls `warn` with one line, and returns a history in memory.
+    """
     try:
-        text = json.loads(line)
-    except (ValueError, RecursionError):
-        return ""
-    return text if isinstance(text, str) else ""
+        check_regular_file(file)  # reading a pipe or a device may never end
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+        os.fchmod(handle, 0o600)
+        os.close(handle)
+    except (OSError, DataError) as error:
+        warn(f"what you type is not kept: {file}: {failure_reason(error).removeprefix(f'{file}: ')}")
+        return InMemoryHistory()
+    return TypedHistory(file, warn)

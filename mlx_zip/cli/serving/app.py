@@ -101,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
     with _open_page_listener(running, args.port) as listener:
         store = _open_conversation_store(kept, file)
         try:
-            for line in filter(None, (store.database.note, store.database.problem)):
-                print(f"note: {line}", file=sys.stderr)
+            if store.database.note:
+                print(f"note: {store.database.note}", file=sys.stderr)
             fault = _open_model_and_serve_app(args, running, listener, store)
         finally:
             store.close()
@@ -125,7 +125,7 @@ def _open_model_and_serve_app(
         storage = None if args.no_history or not args.window else _window_folder()
         showing = running.PageDisplay(browser=not args.no_open, window=args.window, storage_folder=storage)
         hypertokens = {} if rival is None else {rival: not is_plain_model(rival)}
-        engines = Engines(engine, make_other_models(engine, rival, open_model, _choose_offered_models(name)))
+        engines = Engines(engine, make_other_models(engine, open_model, rival, _choose_offered_models(name)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
 
 
@@ -196,8 +196,6 @@ def _purge_conversations(kept: Any, file: Any) -> int:
         store = _open_conversation_store(kept, file)
         try:
             count = store.purge()
-            if store.database.problem:
-                raise GenerationError(f"nothing was deleted: {store.database.problem.partition(';')[0]}")
         finally:
             store.close()
     print(f"deleted: {pluralize(count, 'conversation')}")

@@ -1,14 +1,10 @@
-"""Turns JSON schemas and forced tool calls into a `Constraint` on the answer, for the engine.
-
-Some models write each argument of a call between marks, as in XML, instead of one JSON object: see `FORMATS`.
-"""
+"""Turns JSON schemas and forced tool calls into a `Constraint` on the answer, for the engine."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.errors import GenerationError
@@ -17,7 +13,6 @@ from mlx_zip.server.answers.tool_formats import ToolFormat, tool_format
 from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.text.grammar import (
     GrammarConstraint,
-    grammar_vocabulary,
     json_rule,
     literal_rule,
     mark_rule,
@@ -25,7 +20,7 @@ from mlx_zip.text.grammar import (
     terminal_without_mark,
 )
 from mlx_zip.text.prompts import encode_text
-from mlx_zip.text.tokenizers import single_token_id, thinking_marks
+from mlx_zip.text.tokenizers import thinking_marks
 
 MOST_CALLS = 16  # maximum calls in one answer whose calls are forced
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -81,7 +76,7 @@ def _body_rules(tokenizer: Any, turn: Turn) -> list[str] | None:
     if schema is not None and not tools:
         return ["body: answer", schema]
     form = tool_format(tokenizer)
-    if not (form.is_json or form.kind in FORMATS):
+    if not (form.is_json or form.kind == MARKED):
         raise _format_error(form, forced or strict)
     chosen = tools if turn.tool_choice in ("auto", "required") else _tools_named(tools, turn.tool_choice)
     calls = _calls_rules(tokenizer, form, chosen, turn.parallel_tool_calls and turn.tool_choice in ("auto", "required"))
@@ -116,8 +111,8 @@ def _calls_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], severa
     start = mark_rule(tokenizer, form.start) if form.start else ""
     most = MOST_CALLS if several and form.start else 1
     calls = f"{start} after_start"
-    if most > 1 and not _groups_calls(form):
-        between = '"\\n"' if form.kind == "tags" else _text_before_call_rule(form)
+    if most > 1 and form.kind != "list":
+        between = '"\\n"' if form.kind in _TAGGED else ""
         calls = f"({calls}) ({between} {calls}){{0,{most - 1}}}"
     choices = " | ".join(f"call_{i}" for i in range(len(tools)))
     rules = [f"calls: {calls}", f"after_start: {_after_start_rule(tokenizer, form, most)}", f"call: {choices}"]
@@ -126,30 +121,12 @@ def _calls_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], severa
 
 def _after_start_rule(tokenizer: Any, form: ToolFormat, most: int) -> str:
     """Returns the rule for the text after a start mark. most: maximum number of calls there."""
-    if form.kind == "tags":
+    if form.kind in _TAGGED:
         return f'"\\n" call "\\n" {mark_rule(tokenizer, form.end)}'
     if form.kind == "list":
-        more = _repeat_rule('", " call', most - 1)
+        more = f'(", " call){{0,{most - 1}}}' if most > 1 else ""
         return f'" "? "[" call {more} "]"'
-    if form.kind in FORMATS:
-        more = _repeat_rule("call", most - 1) if _groups_calls(form) else ""
-        return f"{_text_before_call_rule(form)} call {more} {mark_rule(tokenizer, form.end)}"
     return "call"
-
-
-def _groups_calls(form: ToolFormat) -> bool:
-    marked = FORMATS.get(form.kind)
-    return form.kind == "list" if marked is None else marked.grouped
-
-
-def _text_before_call_rule(form: ToolFormat) -> str:
-    """Returns the rule for the text before a call in a format with marked arguments, "" if there is none."""
-    marked = FORMATS.get(form.kind)
-    return literal_rule(marked.lead) if marked is not None and marked.lead else ""
-
-
-def _repeat_rule(rule: str, most: int) -> str:
-    return f"({rule}){{0,{most}}}" if most else ""
 
 
 def _call_rules(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list[str]:
@@ -158,8 +135,8 @@ def _call_rules(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list
     If the tool is not strict, unknown keywords of its schema are ignored, and an object whose schema lists properties
     can have no other properties.
     """
-    if form.kind in FORMATS:
-        return _marked_call_rules(tokenizer, form.kind, form.end, tool, name)
+    if form.kind == MARKED:
+        return _marked_call_rules(form.end, tool, name)
     arguments = json_rule(_arguments_schema(tool), lenient=not tool.strict)
     if form.kind == "headers":
         return [f"{name}: {literal_rule(tool.name)} {mark_rule(tokenizer, '[ARGS]')} {arguments}"]
@@ -192,87 +169,47 @@ def _free_text_rules(tokenizer: Any, form: ToolFormat, several: bool) -> list[st
     return [body, rules_until_mark(tokenizer, "before", form.start), terminal_without_mark("TEXT", form.start)]
 
 
-# ---- calls that write each argument between marks
+# ---- calls that write each argument between marks, as in XML, instead of one JSON object
 #
-# String arguments are written without quotes, other values as JSON. A format has the name of the parser in mlx-lm that
-# reads its calls.
+# String arguments are written without quotes, other values as JSON.
 
+MARKED = "qwen3_coder"  # the only such format that can be forced; its name is that of the parser in mlx-lm
+_TAGGED = ("tags", MARKED)  # formats with a mark and a line break before and after each call
+_CLOSE = "\n</parameter>\n"
 MOST_LENGTH = 10_000  # upper bound of minLength and maxLength in a schema
 _NAME = re.compile(r"[^\s<>\"'&]+")
-_MARK = re.compile(r"(</?[a-z_]+>)")
 _TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 _TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
 _ANNOTATIONS = frozenset({"description", "title", "default", "examples", "$schema", "$id", "$comment", "deprecated"})
 _OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
 
 
-@dataclass(frozen=True)
-class MarkedFormat:
-    """The fixed texts of a call between its start mark and its end mark, in order.
+def _marked_call_rules(end: str, tool: Tool, name: str) -> list[str]:
+    """Returns the rule called `name` for a call of a tool, and the rules it needs. end: the mark after the call.
 
-    lead: before the first call. begin, named: before and after the tool's name. key, value: before and after an
-    argument's name. close: after an argument's value. end: after the last argument. avoid: text that a string argument
-    must not contain. grouped: whether several calls stand between one start mark and one end mark.
+    Raises `GenerationError` if no grammar of this format can be made for the tool's parameters.
     """
-
-    lead: str
-    begin: str
-    named: str
-    key: str
-    value: str
-    close: str
-    end: str
-    avoid: str
-    grouped: bool = False
-
-
-FORMATS = {  # name of mlx-lm's parser -> format
-    "qwen3_coder": MarkedFormat(
-        "\n", "<function=", ">\n", "<parameter=", ">\n", "\n</parameter>\n", "</function>\n", "</parameter>"
-    ),
-    "glm47": MarkedFormat("", "", "", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", "", "</arg_value>"),
-    "minimax_m2": MarkedFormat(
-        "\n",
-        '<invoke name="',
-        '">\n',
-        '<parameter name="',
-        '">',
-        "</parameter>\n",
-        "</invoke>\n",
-        "</parameter>",
-        grouped=True,
-    ),
-    "minicpm5": MarkedFormat("", '"', '">', '<param name="', '">', "</param>", "", "<"),
-}
-
-
-def _marked_call_rules(tokenizer: Any, kind: str, end: str, tool: Tool, name: str) -> list[str]:
-    """Returns the rule called `name` for a call of a tool, and the rules it needs. kind: key of `FORMATS`.
-
-    end: the mark after the call. Raises `GenerationError` if no grammar of this format can be made for the
-    tool's parameters.
-    """
-    form, schema = FORMATS[kind], _marked_arguments_schema(tool)
+    schema = _marked_arguments_schema(tool)
     properties, required = schema.get("properties", {}), schema.get("required", ())
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    whole, rules = [_literal_with_marks(tokenizer, form.begin + tool.name + form.named)], list[str]()
+    whole, rules = [literal_rule(f"<function={tool.name}>\n")], list[str]()
     for i, (key, argument_schema) in enumerate(properties.items()):
         argument = f"{name}_{i}"
         whole.append(argument if key in required else f"{argument}?")
-        begin = _literal_with_marks(tokenizer, form.key + key + form.value)
+        begin = literal_rule(f"<parameter={key}>\n")
         if _is_text_argument(tool, key, argument_schema):
             rules += [
                 f"{argument}: {begin} {argument}_text",
-                *_text_argument_rules(tokenizer, form, end, tool, argument_schema, argument),
+                *_text_argument_rules(end, tool, argument_schema, argument),
             ]
         else:
             value = json_rule({**argument_schema, **shared}, lenient=not tool.strict)
-            rules.append(f"{argument}: {begin} {value} {_literal_with_marks(tokenizer, form.close)}")
-    return [f"{name}: {' '.join(filter(None, [*whole, _literal_with_marks(tokenizer, form.end)]))}", *rules]
+            rules.append(f"{argument}: {begin} {value} {literal_rule(_CLOSE)}")
+    return [f"{name}: {' '.join(whole)} {literal_rule('</function>')}", *rules]
 
 
 def _marked_arguments_schema(tool: Tool) -> Mapping[str, Any]:
-    """Returns the schema of a tool's arguments. Raises `GenerationError` if no marked format has a grammar for it.
+    """Returns the schema of a tool's arguments. Raises `GenerationError` if there is no grammar for it.
 
     Keywords other than `_OBJECT_KEYWORDS` are an error if the tool is strict; otherwise they are ignored.
     """
@@ -308,28 +245,26 @@ def _unforceable_error(tool: Tool, reason: str) -> GenerationError:
     return GenerationError(f"the parameters of the tool {tool.name!r:.80} cannot be forced in this format: {reason}")
 
 
-def _text_argument_rules(
-    tokenizer: Any, form: MarkedFormat, end: str, tool: Tool, schema: Mapping[str, Any], argument: str
-) -> list[str]:
+def _text_argument_rules(end: str, tool: Tool, schema: Mapping[str, Any], argument: str) -> list[str]:
     """Returns the rule for a string argument and the mark that closes it, and the rules it needs.
 
-    The string neither begins nor ends with white space, which parsers drop, and is not "null", which parsers read as no
-    value. end: the mark after the call.
+    The string neither begins nor ends with white space, which the parser drops, and is not "null", which the parser
+    reads as no value. end: the mark after the call.
     """
     rule, terminal = f"{argument}_text", f"{argument}_body".upper()
+    avoid = (_CLOSE.strip(), end)
     if (choices := _enum_texts(schema)) is not None:
-        avoid = (form.avoid, end)
         known = [one for one in choices if one == one.strip() and one.lower() != "null"]
         known = [literal_rule(one) for one in known if not any(mark in one for mark in avoid)]
         if not known:
             raise _unforceable_error(tool, "no text of an enum can be written")
-        return [f"{rule}: ({' | '.join(known)}) {_literal_with_marks(tokenizer, form.close)}"]
-    body = [f"{terminal}_IN: {_length_pattern(tool, schema)} & /(\\S((.|\\n)*\\S)?)?/ & ~/[nN][uU][lL][lL]/"]
-    body += [terminal_without_mark(f"{terminal}_CLOSE", form.avoid), terminal_without_mark(f"{terminal}_END", end)]
-    body.append(f"{terminal}: {terminal}_IN & {terminal}_CLOSE & {terminal}_END")
-    if single_token_id(tokenizer, form.close) in grammar_vocabulary(tokenizer).special_token_ids:
-        return [f"{rule}: {terminal} {mark_rule(tokenizer, form.close)}", *body]
-    return [f"{rule}[suffix={literal_rule(form.close)}]: {terminal}", *body]
+        return [f"{rule}: ({' | '.join(known)}) {literal_rule(_CLOSE)}"]
+    return [
+        f"{rule}[suffix={literal_rule(_CLOSE)}]: {terminal}",
+        f"{terminal}_IN: {_length_pattern(tool, schema)} & /(\\S((.|\\n)*\\S)?)?/ & ~/[nN][uU][lL][lL]/",
+        *(terminal_without_mark(f"{terminal}_{i}", mark) for i, mark in enumerate(avoid)),
+        f"{terminal}: {terminal}_IN & {terminal}_0 & {terminal}_1",
+    ]
 
 
 def _enum_texts(schema: Mapping[str, Any]) -> list[str] | None:
@@ -342,9 +277,3 @@ def _length_pattern(tool: Tool, schema: Mapping[str, Any]) -> str:
     if not all(type(n) is int and 0 <= n <= MOST_LENGTH for n in (least, most)):
         raise _unforceable_error(tool, f"lengths of texts must be integers from 0 to {MOST_LENGTH}")
     return f"/(.|\\n){{{least},{most}}}/" if least or "maxLength" in schema else "/(.|\\n)*/"
-
-
-def _literal_with_marks(tokenizer: Any, text: str) -> str:
-    """Returns the rule for a fixed text, "" for an empty text. A mark that is one token is written as this token."""
-    parts = [part for part in _MARK.split(text) if part]
-    return " ".join(mark_rule(tokenizer, part) if _MARK.fullmatch(part) else literal_rule(part) for part in parts)

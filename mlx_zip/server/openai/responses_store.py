@@ -175,10 +175,6 @@ class ResponseFiles:
         if _NAME.fullmatch(name):
             self._run_in_thread(lambda: (self.folder / f"{name}.json").unlink(missing_ok=True))
 
-    def flush(self) -> None:
-        """Waits until all writes and deletions so far are done."""
-        self._thread.submit(lambda: None).result()
-
     def close(self) -> None:
         """Waits until all writes and deletions are done; later ones are ignored."""
         self._thread.shutdown()

@@ -168,3 +168,19 @@ def test_a_message_stays_in_the_box_while_the_server_is_gone_and_after(open_tab,
         tab.answered(int(begun))
     ours = ("ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE")
     tab.noted.console = [line for line in tab.noted.console if not any(text in line for text in ours)]
+
+
+def test_a_message_that_cannot_be_stored_stands_in_the_box_again_with_the_reason(open_tab, tmp_path):
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    words = ["support.replayed_app", "--text", "text.txt", "--data", str(tmp_path / "kept.db")]
+    with running(App(tmp_path, words)) as app:
+        tab = open_tab(app)
+        tab.send(STORY)
+        for path in tmp_path.glob("kept.db*"):
+            path.unlink()
+        tab["input"].fill("Another one.")
+        tab["input"].press("Enter")
+        tab["banner"].get_by_text("kept.db has been removed or replaced").wait_for()
+        tab.page.wait_for_function("() => document.querySelector('[data-testid=input]').value === 'Another one.'")
+        tab.noted.console = [line for line in tab.noted.console if "status of 500" not in line]
+        assert tab["message"].count() == 2
