@@ -143,7 +143,7 @@ class Database:
 
 def _shrink(db: sqlite3.Connection) -> None:
     """Frees the space of deleted rows and overwrites their content. Raises `sqlite3.Error`."""
-    db.execute("INSERT INTO words (words) VALUES ('rebuild')")
+    _rebuild_text_index(db)
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     db.execute("VACUUM")
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -370,4 +370,9 @@ def make_tables(db: sqlite3.Connection) -> None:
 def _rebuild_indexes(db: sqlite3.Connection) -> None:
     """Rebuilds all indexes. The caller must have begun a transaction. Raises `sqlite3.Error`."""
     db.execute("REINDEX")
+    _rebuild_text_index(db)
+
+
+def _rebuild_text_index(db: sqlite3.Connection) -> None:
     db.execute("INSERT INTO words (words) VALUES ('rebuild')")
+    db.execute("INSERT INTO words (words, rowid, text) SELECT 'delete', n, text FROM messages WHERE state = 'running'")

@@ -110,6 +110,21 @@ def test_a_damaged_index_of_texts_is_built_anew_when_it_is_needed(file):
     store.close()
 
 
+def test_an_index_of_texts_that_is_built_anew_leaves_out_running_answers(file):
+    store = Store(file)
+    one = filled(store)
+    found = store.conversation(one)
+    assert found is not None
+    answer = found["messages"][-1]
+    store.resume(answer | {"state": "running"})
+    spoil(file, "UPDATE words_data SET block = x'00ff00ff00ff' WHERE id > 10")
+    assert store.conversations("upon")["total"] == 2
+    store.finish(one, answer | {"text": "Something else"})
+    assert store.conversations("upon")["total"] == 2
+    assert store.conversations("else")["total"] == 1
+    store.close()
+
+
 def test_a_schema_that_cannot_be_read_is_kept_aside(file):
     data = bytearray(file.read_bytes())
     place = data.index(b"CREATE TABLE messages")
