@@ -142,8 +142,7 @@ untested=
 "$python" -c 'import pytest' 2>/dev/null || untested="pytest is not installed"
 [ -e "${files[0]}" ] || untested="the tests are not in $root"
 if [ -z "$untested" ]; then
-    part float64 120 "$python" "${pytest[@]}" --junitxml "$folder/float64.xml" \
-        ${several[@]+"${several[@]}"} "${files[@]}"
+    part float64 120 "$python" "${pytest[@]}" ${several[@]+"${several[@]}"} "${files[@]}"
 else
     echo "== float64: not run ($untested)"
 fi

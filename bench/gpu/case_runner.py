@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from mlx_zip.bench.machine import card_state
 from mlx_zip.bench.recording import environment_fields
@@ -78,8 +77,6 @@ def make_record(bench: str, **fields: Any) -> Record:
 
 # ---- the folder of records
 
-FAILED_TESTS = ("failures", "errors")  # attributes in pytest's XML
-
 
 def make_writable_folder(folder: Path) -> None:
     """Makes a folder and its parents. Raises `MlxZipError` if that fails or the folder is not writable."""
@@ -104,24 +101,6 @@ def records_path(folder: Path, part: str) -> Path:
 def read_part_records(folder: Path, parts: Sequence[str]) -> list[Record]:
     files = [records_path(folder, part) for part in parts]
     return [line for file in files if file.exists() for line in read_lines(file)]
-
-
-def read_float64_test_record(folder: Path) -> list[Record]:
-    """Returns a record of the kernel tests from pytest's float64.xml, as a list; [] if the file does not exist.
-
-    Raises `MlxZipError` if the file cannot be read.
-    """
-    path = folder / "float64.xml"
-    if not path.exists():
-        return []
-    try:
-        suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
-        count = {name: sum(int(one.attrib[name]) for one in suites) for name in ("tests", "skipped", *FAILED_TESTS)}
-    except (OSError, ElementTree.ParseError, KeyError, ValueError) as error:
-        raise MlxZipError(f"{path} cannot be read: {failure_reason(error)}") from error
-    failed = sum(count[name] for name in FAILED_TESTS)
-    passed = count["tests"] - count["skipped"] - failed
-    return [{"bench": "nvidia-float64", "passed": passed, "failed": failed, "skipped": count["skipped"]}]
 
 
 def read_text(path: Path, what: str) -> str:

@@ -32,7 +32,6 @@ from .case_runner import (
     check_folder_has_no_records,
     make_record,
     make_writable_folder,
-    read_float64_test_record,
     read_part_records,
     read_text,
 )
@@ -284,9 +283,7 @@ def whole_request_records(flags: list[str]) -> Iterator[Record]:
 def write_summary(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
     from .targets import judge_targets
 
-    records = read_part_records(args.out, [part for part in PARTS if part != "summary"]) + read_float64_test_record(
-        args.out
-    )
+    records = read_part_records(args.out, [part for part in PARTS if part != "summary"])
     on_gpu = any(one.get("device", {}).get("device") == "cuda" for one in records) and not args.rehearse
     lines = judge_targets(records, on_gpu)
     for line in lines:

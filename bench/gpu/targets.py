@@ -133,13 +133,6 @@ def bfloat16_logits_error(records: Sequence[Record]) -> Cases:
     }
 
 
-def passed_float64_share(records: Sequence[Record]) -> Cases:
-    """Returns the share of kernel tests against float64 references that passed; skipped tests do not count."""
-    found = records_of_bench(records, "nvidia-float64")
-    passed, failed = (sum(one[name] for one in found) for name in ("passed", "failed"))
-    return {"tests": passed / (passed + failed)} if passed + failed else {}
-
-
 def records_of_bench(records: Iterable[Record], bench: str) -> list[Record]:
     return [one for one in records if one["bench"] == bench]
 
@@ -189,40 +182,34 @@ STEP = "median time of a step over torch-base's, at the same shape"
 CALLS = "bytes over the median time of a call, over the read bandwidth of the same run"
 
 
-CARDS = {"H100": 3.35e12, "H200": 4.8e12}  # SXM: memory bandwidth in bytes/s, from NVIDIA's data sheets
-FIRST_CARD = "H100"  # card for which the bounds are given
-
-
-def share_with_equal_overhead(share: float, card: str) -> float:
-    """Converts a bandwidth share on `FIRST_CARD` to the share on `card` at which a step loses equal time.
-
-    A step reads equal bytes on both. Faster memory reads them in less time, so equal lost time is a larger share.
-    """
-    return 1 / (1 + (1 / share - 1) * CARDS[card] / CARDS[FIRST_CARD])
+CARDS = ("H100", "H200")  # faster memory: equal time lost per launch is a larger share of an H200's step
 
 
 def bandwidth_share_targets(
-    name: str, rule: str, values: Callable[[Sequence[Record]], Cases], bound: float, needed: Sequence[str]
+    name: str,
+    rule: str,
+    values: Callable[[Sequence[Record]], Cases],
+    bounds: tuple[float, float],
+    needed: Sequence[str],
 ) -> list[Target]:
     """Returns a target for each GPU in `CARDS`: a minimum share of its read bandwidth.
 
-    name: the name, with {} in place of share and GPU. bound: the minimum share on an H100.
+    name: the name, with {} in place of share and GPU. bounds: the minimum share on each GPU.
     """
-    found = {card: round(share_with_equal_overhead(bound, card), 2) for card in CARDS}
     return [
         Target(
-            name.format(f"{100 * limit:.0f} % of an {card}'s read bandwidth"), rule, values, limit, needed, card=card
+            name.format(f"{100 * bound:.0f} % of an {card}'s read bandwidth"), rule, values, bound, needed, card=card
         )
-        for card, limit in found.items()
+        for card, bound in zip(CARDS, bounds, strict=True)
     ]
 
 
 TARGETS = (
     *bandwidth_share_targets(
-        "torch-base reaches {} at phi-3.5-mini", SHARE, bandwidth_share_of_steps, 0.78, SHAPES[:1]
+        "torch-base reaches {} at phi-3.5-mini", SHARE, bandwidth_share_of_steps, (0.78, 0.71), SHAPES[:1]
     ),
     *bandwidth_share_targets(
-        "torch-base reaches {} at llama-3.2-1b", SHARE, bandwidth_share_of_steps, 0.55, SHAPES[1:2]
+        "torch-base reaches {} at llama-3.2-1b", SHARE, bandwidth_share_of_steps, (0.55, 0.46), SHAPES[1:2]
     ),
     Target(
         "a warm step of torch-zip takes at most 1.05 x torch-base's",
@@ -265,14 +252,14 @@ TARGETS = (
         "the joint head reaches {}",
         CALLS,
         kernel_bandwidth_share("joint head, dense"),
-        0.8,
+        (0.8, 0.74),
         ("phi-3.5-mini joint head, dense", "llama-3.2-1b joint head, dense"),
     ),
     *bandwidth_share_targets(
         "the hyper embedding reaches {}",
         CALLS,
         kernel_bandwidth_share("hyper embedding"),
-        0.8,
+        (0.8, 0.74),
         ("phi-3.5-mini hyper embedding, 2048 ids", "llama-3.2-1b hyper embedding, 2048 ids"),
     ),
     Target(
@@ -317,13 +304,6 @@ TARGETS = (
         checks_that_hold("two chunks"),
         1.0,
         tuple(f"two chunks equal one, {heads}, {dtype}" for heads in HEADS for dtype in ("float32", "bfloat16")),
-    ),
-    Target(
-        "kernels agree with float64 references",
-        "tests that passed over those that ran",
-        passed_float64_share,
-        1.0,
-        ("tests",),
     ),
 )
 
