@@ -21,9 +21,8 @@ import numpy as np
 
 from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
-from mlx_zip.codec.arrays import read_npy
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import DataError, MlxZipError
+from mlx_zip.errors import MlxZipError
 
 from .recording import load_before_bench, print_record, run_in_turns, summarize_samples
 
@@ -39,15 +38,11 @@ TRIAL_S = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench codec`."""
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--ids", type=Path, metavar="FILE", help="measure the base ids in FILE, a .npy array (default: made-up ids)"
-    )
-    source.add_argument(
+    parser.add_argument(
         "--text",
         nargs="+",
         metavar="FILE",
-        help="measure the ids of these texts (.txt, .jsonl, each also .gz); needs --tokenizer",
+        help="measure the ids of these texts (.txt, .jsonl, each also .gz); needs --tokenizer (default: made-up ids)",
     )
     parser.add_argument("--tokenizer", help="tokenizer for --text: folder, hub id or vocabulary file")
     parser.add_argument(
@@ -60,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length",
         type=int,
         default=500_000,
-        help="number of base ids to use, the first of --ids or --text (default: 500000)",
+        help="number of base ids to use, the first of --text (default: 500000)",
     )
     parser.add_argument(
         "--windows",
@@ -101,11 +96,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
-    if args.ids is not None:
-        try:
-            return read_npy(args.ids, "base ids"), f"ids from {args.ids.name}"
-        except DataError as error:
-            raise DataError(f"--ids {error}") from error
     if args.text is None:
         return synthetic_ids(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:

@@ -72,10 +72,3 @@ def test_made_up_data_is_called_synthetic(records):
 def test_a_vocabulary_of_no_use_is_refused(size, capsys):
     assert main(["codec", "--vocab-size", size]) == 2
     assert f"--vocab-size must be from 257 to 16777216, got {size}" in capsys.readouterr().err
-
-
-def test_ids_come_from_a_file_on_request(tmp_path):
-    np.save(tmp_path / "some.npy", np.arange(3000) % 50)
-    records = bench("--ids", str(tmp_path / "some.npy"), "--vocab-size", "500")
-    assert {record["data"] for record in records} == {"ids from some.npy"}
-    assert records[-3]["setting"]["ids_each"] == 3000

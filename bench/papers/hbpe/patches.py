@@ -36,7 +36,6 @@ from mlx_zip.vocab.hbpe.patch_text import read_text_encoder, read_token_bytes
 SIZES = (4, 6, 8, 10, 12, 16)
 CONTEXT_BYTES = 8192  # length of the text whose FLOPs the paper counts
 SMALL = Tower(12, 768, 2048, 12)  # the paper's table 1
-MEDIUM = Tower(24, 1024, 2816, 16)
 LOCAL = Tower(3, 512, 512, 8)  # local encoder; the local decoder is equal
 
 
