@@ -60,8 +60,8 @@ class Turn:
 class Workload:
     """The turns of one request or conversation.
 
-    mode: "replay", "free" or "chat". data: names of the files that the text is from. window: index of the part of the
-    text, or of the conversation.
+    mode: "replay", "free" or "chat". data: names of the files that the text is from. window: index of the
+    conversation, or of the text among those of its kind.
     """
 
     domain: str
@@ -116,23 +116,20 @@ def domain_files(texts: Sequence[str]) -> dict[str, list[Path]]:
     return found or {SYNTHETIC: []}
 
 
-def cut_text_into_workloads(
-    domain: str, files: Sequence[Path], tokenizer: Any, prompt: int, tokens: int, windows: int, mode: str
-) -> list[Workload]:
-    """Cuts the start of a text into `windows` workloads: each `prompt` base ids to read, then `tokens` to write.
+def cut_text(domain: str, files: Sequence[Path], tokenizer: Any, prompt: int, tokens: int, mode: str) -> Workload:
+    """Cuts the start of a text into `prompt` base ids to read and `tokens` to write.
 
     Raises `MlxZipError` if the text is too short or contains an eos.
     """
-    need = windows * (prompt + tokens)
+    need = prompt + tokens
     ids = tokenize_first_ids(read_text_pieces(files), tokenizer, need)
     if ends := set(ids) & set(tokenizer.eos_token_ids):
         raise MlxZipError(f"the text of {domain} holds the end of a text (id {min(ends)}), where engines stop")
     if len(ids) < need:
-        raise MlxZipError(f"the text of {domain} has {len(ids)} base ids, {windows} window(s) need {need}")
+        raise MlxZipError(f"the text of {domain} has {len(ids)} base ids, {need} are needed")
     data = ", ".join(path.name for path in files) or "synthetic: made-up sentences, not a real text"
-    cuts = [(ids[at : at + prompt], ids[at + prompt : at + prompt + tokens]) for at in range(0, need, prompt + tokens)]
-    made = [Turn(tuple(head), tokens, tuple(rest) if mode == "replay" else None) for head, rest in cuts]
-    return [Workload(domain, mode, data, (turn,), window) for window, turn in enumerate(made)]
+    turn = Turn(tuple(ids[:prompt]), tokens, tuple(ids[prompt:]) if mode == "replay" else None)
+    return Workload(domain, mode, data, (turn,))
 
 
 def make_conversations(

@@ -22,7 +22,7 @@ from mlx_zip.bench.engines.interface import ENGINES, Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import (
     Workload,
-    cut_text_into_workloads,
+    cut_text,
     domain_files,
     make_conversations,
     read_requests,
@@ -136,12 +136,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_text_arguments(parser, SIZES)
     add(
-        "--windows",
-        type=int,
-        default=1,
-        help="number of consecutive parts of each text to measure, each of P + G base tokens (default: 1)",
-    )
-    add(
         "--requests",
         type=Path,
         metavar="FILE",
@@ -172,7 +166,7 @@ def time_engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """
     args.rows = list(dict.fromkeys(args.rows))
     args.vllm_args = parse_json_map("--vllm-args", args.vllm_args)
-    check_flags_at_least(args, 1, "trials", "windows", "turns", "conversations")
+    check_flags_at_least(args, 1, "trials", "turns", "conversations")
     check_flags_at_least(args, 0, "warmup")
     check_engine_names(args.engines)
     check_engines_can_run_mode(args.engines, args.mode, args.rows)
@@ -247,10 +241,9 @@ def workloads_from_flags(args: argparse.Namespace, tokenizer: Any, context: int 
     else:
         files = domain_files(args.text)
         found = [
-            workload
+            cut_text(domain, paths, tokenizer, prompt, tokens, args.mode)
             for prompt, tokens in sizes
             for domain, paths in files.items()
-            for workload in cut_text_into_workloads(domain, paths, tokenizer, prompt, tokens, args.windows, args.mode)
         ]
     for workload in found:
         if context is not None and workload.positions > context:

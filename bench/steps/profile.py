@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` if the flags, models or texts cannot be used.
     """
     check_flags_at_least(args, 1, "trials")
-    args.windows, args.engines = 1, [MlxLm.name, MlxZip.name]
+    args.engines = [MlxLm.name, MlxZip.name]
     load_before_bench()
     models, workloads = prepare_models_and_workloads(args)
     profiler = StepProfiler(args, models)

@@ -17,7 +17,7 @@ from mlx_zip.bench.engines.shape_table import ENCODERS, ZipOptions
 from mlx_zip.bench.engines.workloads import (
     Turn,
     Workload,
-    cut_text_into_workloads,
+    cut_text,
     domain_files,
     make_conversations,
     read_tokenizer,
@@ -52,22 +52,21 @@ def test_a_text_is_cut_into_prompt_and_continuation(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("once upon a time there was a dog.\n\n" * 40)
     tokenizer = read_tokenizer("stories")
-    first, second = cut_text_into_workloads("web", [file], tokenizer, 12, 8, 2, "replay")
+    first = cut_text("web", [file], tokenizer, 12, 8, "replay")
     ids = tokenizer.encode(file.read_text(), add_special_tokens=False)
     assert [*first.turns[0].prompt, *(first.turns[0].text or ())] == ids[:20]
-    assert [*second.turns[0].prompt, *(second.turns[0].text or ())] == ids[20:40]
-    assert cut_text_into_workloads("web", [file], tokenizer, 12, 8, 1, "free")[0].turns[0].text is None
+    assert cut_text("web", [file], tokenizer, 12, 8, "free").turns[0].text is None
 
 
 def test_a_text_that_is_too_short_or_ends_within_is_refused(tmp_path):
     tokenizer = tiny_text.byte_level()
     file = tmp_path / "a.txt"
     file.write_text("short")
-    with pytest.raises(MlxZipError, match="has 7 base ids, 1 window"):
-        cut_text_into_workloads("web", [file], tokenizer, 12, 8, 1, "replay")
+    with pytest.raises(MlxZipError, match="has 7 base ids, 20 are needed"):
+        cut_text("web", [file], tokenizer, 12, 8, "replay")
     file.write_text("so it goes <|eos|> and on and on")
     with pytest.raises(MlxZipError, match=r"holds the end of a text \(id 1\)"):
-        cut_text_into_workloads("web", [file], tokenizer, 12, 8, 1, "replay")
+        cut_text("web", [file], tokenizer, 12, 8, "replay")
 
 
 @pytest.mark.parametrize("names", [("question", "answer"), ("text", "code"), ("prompt", "canonical_solution")])
@@ -76,8 +75,8 @@ def test_a_record_of_two_texts_is_read_as_both_on_lines_of_their_own(names, tmp_
     file, plain = tmp_path / "a.jsonl", tmp_path / "a.txt"
     file.write_text((json.dumps(dict(zip(names, ("once upon", "a time"), strict=True))) + "\n") * 9)
     plain.write_text("once upon\na time\n\n" * 9)
-    assert cut_text_into_workloads("web", [file], tokenizer, 12, 8, 1, "replay")[0].turns == (
-        cut_text_into_workloads("web", [plain], tokenizer, 12, 8, 1, "replay")[0].turns
+    assert cut_text("web", [file], tokenizer, 12, 8, "replay").turns == (
+        cut_text("web", [plain], tokenizer, 12, 8, "replay").turns
     )
 
 
@@ -85,7 +84,7 @@ def test_a_record_without_a_text_is_refused_with_its_line(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": ""}\n{"title": "x"}\n')
     with pytest.raises(MlxZipError, match=r"a\.jsonl:2: has neither text"):
-        cut_text_into_workloads("web", [file], tiny_text.byte_level(), 1, 1, 1, "replay")
+        cut_text("web", [file], tiny_text.byte_level(), 1, 1, "replay")
 
 
 def test_requests_are_the_lines_of_a_file_that_are_not_empty(tmp_path):
