@@ -247,12 +247,5 @@ LISTS: dict[str, Callable[[], str]] = {
 }
 
 
-def all_commands() -> list[str]:
-    """Returns the name of every installed command with flags, as in the marker `<!-- table: flags NAME -->`."""
-    cli: Any = import_module("mlx_zip.cli")
-    own = [name for name in cli.COMMANDS if name not in ("bench", "vocab")]
-    return [*own, *(f"bench {name}" for name in benches()), *(f"vocab {name}" for name in vocab_parsers())]
-
-
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,6 @@ LIBRARIES = {
     "vllm-base": ("vllm",),
     **dict.fromkeys(("mlx-lm", "mlx-zip"), ("mlx",)),
 }
-ONE_REQUEST = ("zip2zip",)  # engines that cannot continue a conversation
 CHOOSING = ("vllm-zip", "vllm-base")  # engines that emit only the ids that they choose, and so cannot replay a text
 
 

@@ -97,7 +97,7 @@ class Engine(ABC):
 
         Raises `MlxZipError` if the engine runs single requests only.
         """
-        raise MlxZipError(f"{self.name} runs single requests only, no conversations")
+        raise MlxZipError(f"{self.name} runs single requests only: leave it out, or --turns 1")
 
     @abstractmethod
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:

@@ -17,7 +17,7 @@ from statistics import mean
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least, parse_json_map
-from mlx_zip.bench.engines.choice import CHOOSING, ONE_REQUEST, check_engine_names, engines_need_mlx, make_engine
+from mlx_zip.bench.engines.choice import CHOOSING, check_engine_names, engines_need_mlx, make_engine
 from mlx_zip.bench.engines.interface import ENGINES, Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import (
@@ -172,7 +172,6 @@ def time_engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     check_engines_can_run_mode(args.engines, args.mode, args.rows)
     load_before_bench()
     models, workloads = prepare_models_and_workloads(args)
-    check_engines_continue_conversations(args.engines, workloads)
     engines = [(make_engine(name, models, args), rows) for rows in args.rows for name in args.engines]
     comparison = EngineComparison(args, engines, models)
     print_header("generate", models.name, comparison.devices[args.engines[0]], describe_plan(args, workloads))
@@ -268,12 +267,6 @@ def check_engines_can_run_mode(engines: Sequence[str], mode: str, rows: Sequence
             raise MlxZipError(f"{name} emits the ids that vLLM chooses and replays no text: --mode free or chat")
         if name == "vllm-zip" and "cold" in rows:
             raise MlxZipError("vllm-zip keeps its rows in vLLM's workers, where they cannot be dropped: --rows warm")
-
-
-def check_engines_continue_conversations(engines: Sequence[str], workloads: Sequence[Workload]) -> None:
-    for name in engines:
-        if name in ONE_REQUEST and any(len(workload.turns) > 1 for workload in workloads):
-            raise MlxZipError(f"{name} cannot go on with a conversation: leave it out, or --turns 1")
 
 
 # ---- measuring

@@ -10,13 +10,11 @@ import pytest
 from mlx_zip.bench import machine
 from mlx_zip.bench.engines import choice, mlx_engines, workloads
 from mlx_zip.bench.engines import model_making as shapes
-from mlx_zip.bench.engines.interface import ENGINES
+from mlx_zip.bench.engines.interface import ENGINES, Engine
 from mlx_zip.bench.engines.mlx_engines import MlxZip
 from mlx_zip.bench.engines.model_making import models_from_config, models_from_folders
 from mlx_zip.bench.engines.shape_table import ENCODERS, ZipOptions
 from mlx_zip.bench.engines.workloads import (
-    Turn,
-    Workload,
     cut_text,
     domain_files,
     make_conversations,
@@ -388,11 +386,14 @@ def test_a_missing_library_is_named_before_anything_is_read(monkeypatch):
 
 
 def test_a_conversation_is_not_for_every_engine():
-    turns = (Turn((1,), 4), Turn((2,), 4))
-    with pytest.raises(MlxZipError, match="zip2zip cannot go on with a conversation"):
-        generate.check_engines_continue_conversations(
-            ["mlx-lm", "zip2zip"], [Workload("chat", "chat", "requests", turns)]
-        )
+    class OneRequest(Engine):
+        name = "zip2zip"
+
+        def run(self, prompt, tokens, replay=None, held=None):
+            pytest.fail("too late")
+
+    with pytest.raises(MlxZipError, match="zip2zip runs single requests only: leave it out, or --turns 1"):
+        OneRequest().start_conversation()
 
 
 def test_a_plain_model_alone_has_no_hypertokens():
