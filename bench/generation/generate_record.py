@@ -149,7 +149,10 @@ def _is_record(line: Record, name: str | Path) -> bool:
     return True
 
 
-def record_key(record: dict[str, Any]) -> str:
-    """Returns a text that is equal for two records of equal model, workload, mode and rows."""
+def record_key(record: dict[str, Any], engine: bool = True) -> str:
+    """Returns a text that is equal for two records of equal model, workload, mode, rows and engine.
+
+    engine: False leaves the engine out.
+    """
     named = {name: record[name] for name in (*KEY, "mode")} | {"rows": record["setting"].get("rows")}
-    return json.dumps(named, sort_keys=True)
+    return json.dumps({**named, "engine": record["engine"] if engine else None}, sort_keys=True)

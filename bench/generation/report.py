@@ -87,7 +87,11 @@ def summary_table(records: Records) -> str:
 
 def base_record(record: dict[str, Any], records: Records) -> dict[str, Any] | None:
     """Returns the base engine's record of the same run, model and text; None if no base engine ran."""
-    same_run = [r for r in records if r["run"] == record["run"] and record_key(r) == record_key(record)]
+    same_run = [
+        r
+        for r in records
+        if r["run"] == record["run"] and record_key(r, engine=False) == record_key(record, engine=False)
+    ]
     names = (
         OWN_BASES.get(record["engine"], record["engine"] if record["engine"] in OWN_BASES.values() else BASE),
         *BASES,

@@ -1,4 +1,4 @@
-"""The measurements of steps in `mlx_zip selftest`: the bundled model and a 1B shape, compared with mlx-lm.
+"""The measurements of steps in `mlx_zip selftest`: the bundled model, SmolLM2 and a 1B shape, compared with mlx-lm.
 
 After a warm-up and one timed round, a part begins no round that would exceed the part's time limit. The parts of a step
 tell a stall from a slow kernel: the device starts each step's body (its decoder layers) before the host has read the
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip import named
 from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 from mlx_zip.bench.engines.model_making import models_from_folders, models_from_shape
@@ -54,6 +55,16 @@ def measure_bundled_model(limit_s: float) -> dict[str, Any]:
 def first_request(models: Models) -> list[int]:
     """Returns the base ids of the first built-in request, as a chat."""
     return list(make_conversations(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt)
+
+
+def measure_smollm2(limit_s: float) -> dict[str, Any]:
+    """Returns `measure_steps` of SmolLM2, with its base model in mlx-lm, or why this is skipped; downloads nothing."""
+    if not default_device_is_gpu():
+        return {"skipped": "on a CPU a step of this size takes too long"}
+    if any(named.find_made_model(name) is None for name in named.MADE):
+        return {"skipped": "smollm2 and smollm2-base were not used on this machine before"}
+    models = models_from_folders("smollm2", "smollm2-base")
+    return measure_steps(models, first_request(models), None, limit_s)
 
 
 def measure_random_shape(limit_s: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Measures speed: rough figures to compare machines by, and step times of two models relative to mlx-lm's."""
+"""Measures speed: rough figures to compare machines by, and step times of three models relative to mlx-lm's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from mlx_zip.selftest.checks import Check, run_check
 
 PLAIN = "llama_transformer_tied_lora"  # a recorded checkpoint with a plain mlx-lm model of the same size as its base
 TRIALS = 7
-TOTAL_S, STORIES_S, SHAPE_S = 110.0, 30.0, 40.0  # limits of the whole command and of its long parts, in seconds
+TOTAL_S, STORIES_S, SMOLLM2_S, SHAPE_S = (
+    110.0,
+    30.0,
+    20.0,
+    40.0,
+)  # limits of the whole command and of its long parts, in seconds
 HOST_S = 40.0  # limit for timing the host's work in a step, on top of TOTAL_S
 AT_LEAST_S = 10.0  # a long part is left out when less time is left
 
@@ -98,7 +103,7 @@ def _measure_step_time(folder: Path) -> str:
 
 
 def measure_steps(ends: float, data: dict[str, Any]) -> list[Check]:
-    """Measures step times of two models relative to mlx-lm's, bandwidth, host work per step and machine state.
+    """Measures step times of three models relative to mlx-lm's, bandwidth, host work per step and machine state.
 
     ends: value of `time.monotonic()` at which the command should end. data: all figures are added to it, by part.
     """
@@ -110,6 +115,7 @@ def measure_steps(ends: float, data: dict[str, Any]) -> list[Check]:
     parts = [
         _check_bandwidth(bench, data),
         *_check_steps("stories", bench.measure_bundled_model, bench.report_lines, _seconds_left(ends, STORIES_S), data),
+        *_check_steps("smollm2", bench.measure_smollm2, bench.report_lines, _seconds_left(ends, SMOLLM2_S), data),
         *_check_steps("1B, 4 bit", bench.measure_random_shape, bench.report_lines, _seconds_left(ends, SHAPE_S), data),
         *_check_steps("host", bench.measure_host_parts, bench.host_report_lines, HOST_S, data),
     ]

@@ -127,6 +127,7 @@ def test_the_bundled_model_runs_cold_and_warm_ahead_and_not(figures, page):
 
 @pytest.mark.slow
 def test_what_is_left_out_says_why(page):
+    assert "smollm2: steps | skipped: on a CPU" in page
     assert "1B, 4 bit: steps | skipped: on a CPU" in page
 
 
@@ -155,6 +156,18 @@ def test_a_shape_of_random_weights_is_timed_with_encoders_of_8_bits(tiny_shape, 
     encoder = seen[0].input_encoder.layers[0]
     assert {one.bits for _, one in encoder.named_modules() if hasattr(one, "bits")} == {8}
     assert seen[0].model.embed_tokens.bits == 4
+
+
+@pytest.mark.slow
+def test_a_model_by_name_is_timed_only_if_it_was_made_before(tiny_shape, monkeypatch, tmp_path):
+    monkeypatch.setattr(steps.named, "find_made_model", lambda name: None)
+    assert "were not used on this machine before" in steps.measure_smollm2(60)["skipped"]
+    monkeypatch.setattr(steps.named, "find_made_model", lambda name: tmp_path)
+    opened = steps.models_from_folders
+    monkeypatch.setattr(
+        steps, "models_from_folders", lambda *names: opened(*(n.replace("smollm2", "stories") for n in names))
+    )
+    assert len(steps.measure_smollm2(60)["ways"]) == 4
 
 
 def test_a_machine_without_the_memory_leaves_the_shape_out(tiny_shape, monkeypatch):
