@@ -27,7 +27,7 @@ PATIENCE_S = 5.0  # longest wait for another process that holds the write lock
 _FILE_SUFFIXES = ("", "-wal", "-shm")  # SQLite's files of one database
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _INDEXES = (sqlite3.SQLITE_CORRUPT_INDEX, sqlite3.SQLITE_CORRUPT_VTAB)  # damage that rebuilding the indexes can repair
-_UNWRITABLE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_BUSY)
+_NO_DAMAGE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_BUSY)
 
 
 class StoreError(MlxZipError):
@@ -47,9 +47,9 @@ class Database:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self.note = path, None
+        self.path, self.note = None if path is None else Path(os.path.realpath(path)), None
         self._lock = threading.RLock()
-        if path is None:
+        if (path := self.path) is None:
             self._db = _connect(":memory:")
             make_tables(self._db)
             return
@@ -166,9 +166,10 @@ def _connect(name: str) -> sqlite3.Connection:
 def _lock_file(path: Path) -> int:
     """Locks the database at `path` for this process; returns the lock file's descriptor.
 
-    The system releases the lock when the process ends, however it ends. Raises `StoreError` if the lock is held.
+    The system releases the lock when the process and any forked children have ended, however they end. Raises
+    `StoreError` if the lock is held.
     """
-    lock = os.open(f"{os.path.realpath(path)}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -239,7 +240,7 @@ def _check_database(db: sqlite3.Connection, path: Path) -> None:
     try:
         _check_kind(db, path)
         if damage := _find_damage(db):
-            _mend_indexes(db, damage)
+            _repair_damage(db, damage)
     except UnicodeDecodeError as error:  # from SQLite's message, which quotes the damaged bytes
         raise _ForeignError("it is damaged") from error
 
@@ -257,7 +258,7 @@ def _check_kind(db: sqlite3.Connection, path: Path) -> None:
         raise _ForeignError("it is damaged: tables are missing")
 
 
-def _mend_indexes(db: sqlite3.Connection, damage: str) -> None:
+def _repair_damage(db: sqlite3.Connection, damage: str) -> None:
     """Rebuilds the indexes of a damaged database. Raises `_ForeignError`, and changes nothing, if damage remains."""
     try:
         with _transaction(db):
@@ -265,7 +266,7 @@ def _mend_indexes(db: sqlite3.Connection, damage: str) -> None:
             if _find_damage(db):
                 raise _ForeignError(f"it is damaged: {damage}")
     except sqlite3.Error as error:
-        if _sqlite_code(error) in _UNWRITABLE:
+        if _sqlite_code(error) in _NO_DAMAGE:
             raise
         raise _ForeignError(f"it is damaged: {damage}") from error
 

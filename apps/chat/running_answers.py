@@ -163,8 +163,8 @@ class _RunningAnswer:
         if self._ended or not self.begun:
             return
         self._ended = True
-        if self._writer is not None:
-            self._writer.cancel()
+        if self._writer is not None and not self._writer.cancel() and not self._writer.cancelled():
+            self._writer.exception()  # marks a failed write as known: `finish` writes the whole answer
         self._message |= {"state": state, "reason": self._reason if state == "whole" else reason}
         await asyncio.shield(self._run_in_store(self._store.finish, self.conversation, dict(self._message)))
 

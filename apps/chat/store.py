@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_zip.apps.chat import search
-from mlx_zip.apps.chat.database import Database
+from mlx_zip.apps.chat.database import Database, StoreError
 from mlx_zip.files import data_folder
+from mlx_zip.progress import pluralize
 
 Some = TypeVar("Some")
 # Fields of a conversation that `Store.change` can change. folder: "" if the conversation is in no folder.
@@ -115,14 +116,20 @@ class Store:
         return self.database.write(work)
 
     def purge(self) -> int:
-        """Deletes all conversations, overwrites their content in the database, and returns how many there were."""
+        """Deletes all conversations, overwrites their content in the database, and returns how many there were.
+
+        Raises `StoreError`; if the content could not be overwritten, the message says that the conversations are gone.
+        """
 
         def work(db: sqlite3.Connection) -> int:
             db.execute("DELETE FROM messages")
             return db.execute("DELETE FROM conversations").rowcount
 
         count = self.database.write(work)
-        self.database.shrink()
+        try:
+            self.database.shrink()
+        except StoreError as error:
+            raise StoreError(f"deleted: {pluralize(count, 'conversation')}; but {error}") from error
         return count
 
     def message(self, conversation: str, one: str) -> dict[str, Any] | None:
@@ -163,13 +170,13 @@ class Store:
             title = _make_title(messages[0]["text"])
             db.execute("UPDATE conversations SET title = ? WHERE id = ? AND title = ''", (title, conversation))
 
+        self._running.add(messages[-1]["id"])  # before the message can be read
         self.database.write(work)
-        self._running.add(messages[-1]["id"])
 
     def resume(self, message: Mapping[str, Any]) -> None:
         """Stores a message whose state is "running" again."""
-        self.database.write(lambda db: _write_message(db, message))
         self._running.add(message["id"])
+        self.database.write(lambda db: _write_message(db, message))
 
     def append(self, one: str, piece: Mapping[str, Any]) -> None:
         """Appends `piece` to a running message; does nothing if the message no longer exists.
@@ -182,13 +189,15 @@ class Store:
 
     def finish(self, conversation: str, message: Mapping[str, Any]) -> None:
         """Writes a finished message. If that fails, the message ends with what was written before."""
-        self._running.discard(message["id"])
 
         def work(db: sqlite3.Connection) -> None:
             _write_message(db, message)
             _update(db, "conversations", conversation, {"updated": time.time()})
 
-        self.database.write(work)
+        try:
+            self.database.write(work)
+        finally:
+            self._running.discard(message["id"])
 
     def add(self, conversations: Sequence[Mapping[str, Any]]) -> None:
         """Adds whole conversations with their messages, in one transaction."""

@@ -95,5 +95,8 @@ def free_port() -> int:
 
 
 def serve_command(model: str, folder: Path) -> list[str]:
-    """Returns the command, after `python -m`, that serves a model and keeps sessions in a folder."""
+    """Returns the command, after `python -m`, that serves a model.
+
+    folder: for sessions, so that the server neither reads nor leaves any in the user's folder.
+    """
     return ["mlx_zip", "serve", "--model", model, "--session-cache", str(folder)]

@@ -40,7 +40,7 @@ from mlx_zip.progress import ProgressBar
 
 from .tracer import CPU, OURS, PARTS, ZIP_HOOKS, Seconds, Tracer, seconds_of_parts
 
-SCHEMA = 3
+SCHEMA = 4
 SIZES = ("512+128",)
 AHEAD = {"on": True, "off": False, "auto": None}  # --ahead: what `RunOptions.ahead` takes
 CLOCKS = ("host_us", "cpu_us", "apart_us")

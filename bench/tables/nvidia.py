@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_zip.bench.gpu import targets
 from mlx_zip.bench.records import Record, Records, table
 
 STEPS, REQUESTS, KERNELS, TARGETS = "nvidia-steps", "nvidia-requests", "nvidia-kernels", "nvidia-targets"
@@ -44,8 +45,10 @@ def kernels_table(records: Records) -> str:
 
 
 def targets_table(records: Records) -> str:
-    rows = []
+    rows, named = [], {target.name for target in targets.TARGETS}
     for line in lines_of_bench(records, TARGETS, TARGETS):
+        if line["target"] not in named:
+            continue  # of an earlier version, and never measured
         found = "" if line["value"] is None else f"{line['value']:.4g}"
         rows.append([line["target"], f"{line['kind']} {line['bound']:g}", found, line["worst"] or "", line["verdict"]])
     return table(["target", "bound", "measured", "worst case", "verdict"], rows)

@@ -104,7 +104,7 @@ def test_a_file_that_another_app_has_open_is_refused_until_that_app_is_killed(fi
     link.symlink_to(file)
     with writing(file) as one:
         for path in (file, link):
-            with pytest.raises(StoreError, match=f"{path.name}: another mlx_zip app has these conversations open"):
+            with pytest.raises(StoreError, match=f"{file.name}: another mlx_zip app has these conversations open"):
                 Store(path)
     store = Store(file)
     assert texts(store, one)[1][0] == "cut"
@@ -269,6 +269,27 @@ def test_an_answer_whose_end_cannot_be_stored_is_cut_after_the_part_that_was(fil
         assert chat.said(one, "Go on.", chat.show(one)["messages"][1]["id"])["state"] == "whole"
 
 
+def test_an_answer_is_never_shown_as_cut_while_it_is_written(monkeypatch):
+    store, seen = Store(None), []
+    one, write = filled(store), store.database.write
+    answer = store.conversation(one)["messages"][-1]
+
+    def see() -> None:
+        seen.append(store.conversation(one)["messages"][-1]["state"])
+
+    def write_and_see(work):
+        see()
+        write(work)
+        see()
+
+    monkeypatch.setattr(store.database, "write", write_and_see)
+    store.resume(answer | {"state": "running"})
+    store.finish(one, answer)
+    question = new_message("user", answer["id"], "Another one.")
+    store.begin(one, [question, new_message("assistant", question["id"], "")])
+    assert seen == ["whole", "running", "running", "whole", "whole", "running"]
+
+
 def engine_text(frames: list[dict[str, Any]]) -> str:
     return "".join(frame["text"] for frame in frames if frame["type"] == "text")
 
@@ -312,6 +333,18 @@ def test_threads_write_at_once_and_lose_nothing(file):
     assert len(set(made)) == 75
     assert all(len(texts(store, one)) == 2 for one in made)
     assert store.conversations()["total"] == 75
+    store.close()
+
+
+def test_a_purge_that_cannot_overwrite_the_text_says_that_the_conversations_are_gone(file, monkeypatch):
+    store = Store(file)
+    filled(store)
+    monkeypatch.setattr(database, "_shrink", refuse_to_write)
+    with pytest.raises(
+        StoreError, match=r"^deleted: 1 conversation; but .*c\.db cannot be cleared.*: something is amiss"
+    ):
+        store.purge()
+    assert store.conversations()["total"] == 0
     store.close()
 
 

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from mlx_zip.cli.chat import terminal
 from mlx_zip.cli.chat.terminal import open_history
 
 
@@ -41,6 +42,23 @@ def test_damaged_lines_are_left_out(file):
     file.parent.mkdir()
     file.write_bytes(b'+one\n"{\n\xff\n+two\n')
     assert lines(file) == (["two", "one"], [])
+
+
+def test_a_very_long_message_is_not_kept(file):
+    typed = open_history(file, pytest.fail)
+    typed.append_string("x" * (terminal.MOST_CHARACTERS + 1))
+    assert file.stat().st_size == 0
+
+
+def test_the_older_half_of_a_large_file_is_dropped(file, monkeypatch):
+    typed = open_history(file, pytest.fail)
+    for n in range(20):
+        typed.append_string(f"message {n:2}")
+    monkeypatch.setattr(terminal, "MOST_BYTES", 100)
+    kept, _ = lines(file)
+    assert kept == [f"message {n:2}" for n in range(19, 19 - len(kept), -1)]
+    assert 9 <= len(kept) <= 10
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_a_file_that_cannot_be_used_is_told_once(tmp_path):

@@ -61,12 +61,6 @@ class LaunchCounts:
         self.names[name] += count
         self.sizes[name] += size
 
-    def record(self) -> dict[str, Any]:
-        """Returns launches and bytes for a record, the names with the most bytes first."""
-        order = sorted(self.names, key=lambda name: (-self.sizes[name], name))
-        each = {name: {"launches": self.names[name], "bytes": self.sizes[name]} for name in order}
-        return {"launches": self.count, "bytes": self.bytes, "each": each}
-
 
 class _LaunchCountingMode(TorchDispatchMode):
     """Counts PyTorch's operations while `paused` is 0."""

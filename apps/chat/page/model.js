@@ -109,7 +109,10 @@ export async function patch(conversation, fields) {
   try {
     await api.call("PATCH", `conversations/${encodeURIComponent(conversation.id)}`, fields);
   } catch (error) {
-    if (error.status === 400) Object.assign(conversation, before);
+    if (error.status && !("draft" in fields)) { // a draft is kept for the next try
+      Object.assign(conversation, before);
+      emit("changed", { conversation, fields: before });
+    }
     throw error;
   }
   if (!("draft" in fields)) emit("saved", conversation.id);
@@ -125,7 +128,12 @@ export async function switchTo(conversation, message) {
 
 /** Deletes conversations: one, or all of them. */
 export async function remove(id = null) {
-  await api.call("DELETE", id === null ? "conversations" : `conversations/${encodeURIComponent(id)}`);
+  try {
+    await api.call("DELETE", id === null ? "conversations" : `conversations/${encodeURIComponent(id)}`);
+  } catch (error) {
+    emit("saved", id); // they may be deleted though: the list shows which are there
+    throw error;
+  }
   for (const conversation of id === null ? [...open.values()] : [open.get(id)]) conversation?.answering?.abort();
   if (id === null) open.clear();
   else open.delete(id);

@@ -103,8 +103,8 @@ def split_reasoning(view: Any, tokenizer: Any, prompt_ids: Sequence[int]) -> Ite
     view: see `Front.show_answer`; shows the answer's text and reasoning, without the marks around the reasoning.
     prompt_ids: base ids of the prompt, at whose end the mark that starts reasoning may stand.
     """
-    turns, splitters = (import_module(f"mlx_zip.server.answers.{name}") for name in ("turn", "splitter"))
-    splitter = splitters.Splitter(tokenizer, turns.Turn(), prompt_ids)
+    turns = import_module("mlx_zip.server.answers.turn")
+    splitter = import_module("mlx_zip.server.answers.splitter").Splitter(tokenizer, turns.Turn(), prompt_ids)
 
     def show(deltas: Sequence[Any], length: int) -> None:
         for delta in deltas:

@@ -29,13 +29,15 @@ from mlx_zip.cli.chat.markdown import MarkdownStream
 from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_control_characters, style_text
 from mlx_zip.engine import EngineInfo
 from mlx_zip.errors import DataError, failure_reason
-from mlx_zip.files import check_regular_file
+from mlx_zip.files import atomic_file, check_regular_file
 
 _PROMPT = "> "
 _MOST_SHOWN = 2000  # characters; a longer paste is shown as a placeholder with its size
 _PATIENCE_S = 1.0  # time after which the progress of a prefill is shown
 _FAINT, _BOLD = "2", "1"
 HISTORY_FILE = "chat_history"
+MOST_BYTES = 1 << 20  # upper bound of the history file; of a larger one a new chat drops the older half
+MOST_CHARACTERS = 1 << 14  # a longer message is not kept in the history file
 
 
 class TerminalView:
@@ -276,7 +278,9 @@ class TypedHistory(FileHistory):
         super().__init__(file)
 
     def store_string(self, string: str) -> None:
-        """Adds a message to the file."""
+        """Adds a message to the file, unless it is longer than `MOST_CHARACTERS`."""
+        if len(string) > MOST_CHARACTERS:
+            return
         try:
             super().store_string(repair_surrogates(string))
         except OSError as error:
@@ -294,7 +298,17 @@ def open_history(file: Path, warn: Callable[[str], None]) -> History:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         os.fchmod(handle, 0o600)
         os.close(handle)
+        if file.stat().st_size > MOST_BYTES:
+            _drop_older_half(file)
     except (OSError, DataError) as error:
         warn(f"what you type is not kept: {file}: {failure_reason(error).removeprefix(f'{file}: ')}")
         return InMemoryHistory()
     return TypedHistory(file, warn)
+
+
+def _drop_older_half(file: Path) -> None:
+    """Removes the older half of a history file's bytes, up to the beginning of a message. Raises `OSError`."""
+    content, begin = file.read_bytes(), b"\n# "
+    with atomic_file(file) as partial:
+        partial.touch(mode=0o600)
+        partial.write_bytes(begin + content[len(content) // 2 :].partition(begin)[2])
