@@ -10,9 +10,10 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -107,7 +108,7 @@ class GgufFile:
         data = np.empty(size, np.uint8)
         with _open_unchanged(self.path, self.version) as file:
             file.seek(begin)
-            file.readinto(data)
+            file.readinto(data.data)
         return data
 
     def dense_values(
@@ -201,7 +202,7 @@ def gguf_dequantizer() -> Callable[[np.ndarray, str], np.ndarray]:
 
 
 @contextlib.contextmanager
-def _open_unchanged(path: Path, version: tuple[int, int] | None = None) -> Iterator[BinaryIO]:
+def _open_unchanged(path: Path, version: tuple[int, int] | None = None) -> Iterator[BufferedReader]:
     """Context manager: opens a file to read. Raises `ConversionError` if the file cannot be read or changes meanwhile.
 
     version: result of `_file_version` that the file must have after the block, None for the one before the block.
@@ -215,7 +216,7 @@ def _open_unchanged(path: Path, version: tuple[int, int] | None = None) -> Itera
                 raise ConversionError(f"{path}: the file changed while it was read; convert it again")
 
 
-def _file_version(file: BinaryIO) -> tuple[int, int]:
+def _file_version(file: BufferedReader) -> tuple[int, int]:
     """Returns an open file's size in bytes and the time of its last change in nanoseconds."""
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
@@ -241,7 +242,7 @@ class _HeaderReader:
     size: bytes of the file. at: the position.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
+    def __init__(self, path: Path, file: BufferedReader, size: int) -> None:
         self.path, self.file, self.size, self.at = path, file, size, 4
         self.end = min(size, MAX_HEADER_BYTES)
 
