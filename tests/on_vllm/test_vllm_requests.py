@@ -19,10 +19,9 @@ from mlx_zip.engine.interface import Failed, Submission
 from mlx_zip.errors import ConfigError, EngineError, GenerationError
 from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import Pack, load_pack, save_pack
-from mlx_zip.vllm.llm import LLM
 from mlx_zip.vllm.packs import HYPERTOKENS, PACK
 from support.http_server import until
-from support.on_vllm import CPU_ARGS, answer_all, open_on_vllm, record, worker_state
+from support.on_vllm import answer_all, open_on_vllm, record, worker_state
 from support.serving import Broken
 
 SOAK = int(os.environ.get("MLX_ZIP_VLLM_SOAK", "20"))  # 2,000 were once run (docs/guides/vllm.md)
@@ -193,17 +192,3 @@ def test_nothing_is_lost_or_left_behind_by_many_requests(engine):
 def test_packed_weights_of_a_plain_model_are_refused():
     with pytest.raises(ConfigError, match=r"packed weights of .*; unpack them: python -m mlx_lm convert"):
         open_on_vllm("stories-base")
-
-
-def test_texts_go_in_and_come_out(engine):
-    del engine  # one at a time would do; a second one in the same process shares nothing with it
-    with LLM("stories", dtype="float32", max_running=4, vllm_args=CPU_ARGS) as llm:
-        first, second = llm.generate([PROMPT, "One day"], max_tokens=12)
-        assert first.counts.base_tokens == len(first.base_ids) == 12
-        assert first.text == llm.engine.tokenizer.decode(list(first.base_ids))
-        assert second.text != first.text
-        assert (
-            llm.generate(PROMPT, max_tokens=12) == [first] or llm.generate(PROMPT, max_tokens=12)[0].text == first.text
-        )
-        with pytest.raises(GenerationError, match="penalties"):
-            llm.generate(PROMPT, repetition_penalty=1.5)
