@@ -75,7 +75,7 @@ class RunningAnswers:
         except (GeneratorExit, asyncio.CancelledError):
             try:
                 await running.end("stopped", LEFT)
-            except StoreError as error:  # nobody is left to be told
+            except StoreError as error:  # the page is gone, so the log tells it
                 log.error("an answer was not stored whole: %s", error)
             raise
         except Exception as error:  # any error ends the answer, so that the store does not keep it as running

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -266,7 +267,7 @@ def make_random_decoder(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Returns a random transformers decoder, on the GPU if torch finds one. config: the decoder's config.json."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {key: value for key, value in config.items() if key != "model_type"}
+    fields = deepcopy({key: value for key, value in config.items() if key != "model_type"})  # it is changed
     fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # the defaults may exceed the vocabulary
     with torch.device(default_torch_device()):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **fields), dtype=dtype)

@@ -131,7 +131,7 @@ export async function remove(id = null) {
   try {
     await api.call("DELETE", id === null ? "conversations" : `conversations/${encodeURIComponent(id)}`);
   } catch (error) {
-    emit("saved", id); // they may be deleted though: the list shows which are there
+    emit("saved", id); // some may be deleted all the same: the list shows which are left
     throw error;
   }
   for (const conversation of id === null ? [...open.values()] : [open.get(id)]) conversation?.answering?.abort();
