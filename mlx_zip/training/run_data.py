@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
 from mlx_zip.text.hub import is_hub_id
-from mlx_zip.training.prepare.prepared_folder import SETTINGS_FILE
-from mlx_zip.training.prepare.shards import PreparedShards, Sample, can_have_entries, is_prepared_folder
+from mlx_zip.training.prepare.shards import SETTINGS_FILE, PreparedShards, Sample, can_have_entries, is_prepared_folder
 from mlx_zip.training.settings import RunOptions
 
 _SPLITS = ("train.jsonl", "valid.jsonl", "test.jsonl")  # files of a data folder for mlx-lm

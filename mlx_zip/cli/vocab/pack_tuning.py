@@ -163,7 +163,7 @@ def _make_tuning_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bo
         train_on="all",
         trust_remote_code=args.trust_remote_code,
     )
-    return *make_preparation_plan(options)[:2], plain
+    return *make_preparation_plan(options), plain
 
 
 def _read_tuning_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:

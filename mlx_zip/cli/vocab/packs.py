@@ -79,7 +79,7 @@ def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     args.out = checked_output_path("--out", args.out, "a pack", SUFFIX)
     plot, options = checked_plot_path(args.plot, [args.out]), _make_prepare_options(args)
     held_out_texts = (make_similar_source(args.held_out, options.sources[0]),) if args.held_out else ()
-    plan, tokenizer, _ = make_preparation_plan(options, pads=False)
+    plan, tokenizer = make_preparation_plan(options, pads=False)
     texts = _encode_texts_to_learn(args, options.sources, tokenizer)
     held_out = _encode_texts_to_learn(args, held_out_texts, tokenizer) if held_out_texts else []
     if held_out_texts and not any(map(len, held_out)):
