@@ -56,8 +56,8 @@ class _Taught:
 class HeadTrainee(Trainee):
     """A frozen model and the draft head that is trained. The loss is not a text's likelihood.
 
-    size: width inside the head. depth: number of guesses in a row. pack: the pack with tuned rows that samples begin
-    with, or None. Raises `ModelError` if the model cannot have a head.
+    size: width inside the head. depth: number of guesses in a row. pack: the pack that samples begin with, or None; its
+    tuned rows, if any, replace the hyper-encoder's. Raises `ModelError` if the model cannot have a head.
     """
 
     loss_is_of_text = False
@@ -65,7 +65,7 @@ class HeadTrainee(Trainee):
     def __init__(self, model: Any, size: int, depth: int = DEPTH, pack: Pack | None = None) -> None:
         super().__init__(model, LossWeights())
         model.freeze()
-        self._headed, self._depth, self._pack = HeadedModel(model), depth, pack
+        self._headed, self._depth, self._tuned = HeadedModel(model), depth, None if pack is None else pack.rows
         self._headed.check_logits()
         self.draft_head = DraftHead(self._headed.width, size)
 
@@ -75,10 +75,10 @@ class HeadTrainee(Trainee):
         return self._headed.rows
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Returns the batch with the pack's entries separated from the other entries, see `separate_pack`."""
-        if self._pack is None:
+        """Returns the batch with entries that have tuned rows separated from the others, see `separate_pack`."""
+        if self._tuned is None:
             return batch
-        pack = len(self._pack.entries)
+        pack = len(self._tuned.output)
         return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, pack, batch.padding))
 
     def losses(self, arrays: Arrays, long: bool = False) -> Arrays:
@@ -128,8 +128,8 @@ class HeadTrainee(Trainee):
         if not isinstance(self.model, Model):
             return self.model.model(arrays["inputs"]), None
         encoded = encode_hyper_rows(self.model, arrays)
-        if self._pack is not None and self._pack.rows is not None:
-            own = [mx.array(rows.astype(np.float32)) for rows in (self._pack.rows.input, self._pack.rows.output)]
+        if self._tuned is not None:
+            own = [mx.array(rows.astype(np.float32)) for rows in (self._tuned.input, self._tuned.output)]
             encoded = mx.concatenate([own[0], encoded[0]]), mx.concatenate([own[1], encoded[1]])
         h = run_forward_pass(self.model, arrays, encoded, long).hidden
         return h, encoded[1][arrays["slots"]].astype(h.dtype)
