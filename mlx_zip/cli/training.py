@@ -150,12 +150,10 @@ def run(args: argparse.Namespace) -> int:
     """Trains the model. Returns 0, or 129, 130 or 143 if a signal ended the run, whose last step is then saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
     values = _merge_file_and_flags(_read_train_config(args.config), given)
-    options, settings = (
-        _make_run_options(values),
-        TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values}),
-    )
+    options = _make_run_options(values)
+    settings = TrainSettings.from_dict({name: values[name] for name in _SETTINGS if name in values})
     if values.get("plot"):
-        from mlx_zip.training.run_metrics import load_matplotlib
+        from mlx_zip.training.run_folder import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
     from mlx_zip.models.machines import is_first_machine
@@ -164,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
 
     outcome = train(options, settings)
     if values.get("plot") and is_first_machine():
-        from mlx_zip.training.run_metrics import plot_training_curves
+        from mlx_zip.training.run_folder import plot_training_curves
 
         plot_training_curves(options.out)
     if outcome.stopped_by is not None:
@@ -194,9 +192,7 @@ def _make_run_options(values: dict[str, Any]) -> RunOptions:
         "data": _folder_paths(values["data"]),
         "valid": _folder_paths(values.get("valid") or []),
         "out": expand_home(values["out"]),
-    }
-    chosen |= {"init_from": _optional_path(values.get("init_from"))}
-    chosen |= {
+        "init_from": _optional_path(values.get("init_from")),
         "scratch": _optional_path(values.get("from_scratch")),
         "tokenizer": _optional_path(values.get("tokenizer")),
     }

@@ -25,12 +25,12 @@ from mlx_zip.engine.sampling.canonical import MAX_EXCLUDED_SHARE
 from mlx_zip.errors import ModelError, TrainingError, errors_as
 from mlx_zip.files import expand_home
 from mlx_zip.models.draft_head import DEPTH, DraftHead, HeadedModel, save_draft_head
-from mlx_zip.models.model_folder import DRAFT_HEAD
+from mlx_zip.models.model_folder import DRAFT_HEAD, is_plain_model
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack, pack_in_folder
-from mlx_zip.training.pack_tuning import dequantize_all_weights
 from mlx_zip.training.prepare.shards import can_have_entries
 from mlx_zip.training.settings import ADAPTER, RunOptions, TrainSettings
+from mlx_zip.training.starting_model import dequantize_all_weights
 from mlx_zip.training.steps.batches import Batch
 from mlx_zip.training.steps.forward_pass import encode_hyper_rows, run_forward_pass
 from mlx_zip.training.steps.objective import CLOSED_LOGIT, LossWeights, Trainee, separate_pack
@@ -184,31 +184,26 @@ def check_head_options(options: RunOptions, settings: TrainSettings) -> None:
         raise TrainingError(f"--draft-head goes without {found}")
 
 
-def check_head_data_fits(plain: bool, params: CodecParams) -> None:
-    """Raises `TrainingError` if the data have a codebook but the model is plain. plain: whether the model is plain."""
-    if plain and can_have_entries(params):
+def check_head_data_fits(folder: Path, params: CodecParams) -> None:
+    """Raises `TrainingError` if the data have a codebook but the model in `folder` is plain."""
+    if can_have_entries(params) and is_plain_model(str(folder)):
         raise TrainingError(
             "--draft-head: the data were prepared with a codebook and the model has none; prepare them with "
             "--codebook-size 0 --merge-size 1"
         )
 
 
-def freeze_model(model: Any, settings: TrainSettings) -> Any:
-    """Returns the model with all weights frozen, and dequantized on the CPU, where quantized weights are slow."""
+def make_head_trainee(model: Any, folder: Path, params: CodecParams, settings: TrainSettings) -> HeadTrainee:
+    """Returns the model, with all weights frozen, and a new draft head.
+
+    On the CPU, where quantized weights are slow, the weights are dequantized. folder: the model's folder. params: the
+    data's codec. If samples begin with the entries of the pack in `folder`, the pack's tuned rows are used. Raises
+    `TrainingError` if the model cannot have a head, and `DataError` if the pack cannot be read.
+    """
     if mx.default_device() == mx.cpu:
         model = dequantize_all_weights(model, settings.dtype)
     elif settings.dtype == "float32":
         model.set_dtype(mx.float32)
-    model.freeze()
-    return model
-
-
-def make_head_trainee(model: Any, folder: Path, params: CodecParams, settings: TrainSettings) -> HeadTrainee:
-    """Returns the frozen model with a new draft head. folder: the model's folder. params: the data's codec.
-
-    If samples begin with the entries of the pack in `folder`, the pack's tuned rows are used. Raises `TrainingError` if
-    the model cannot have a head, and `DataError` if the pack cannot be read.
-    """
     pack: Pack | None = None
     if isinstance(model, Model) and params.start:
         pack = pack_in_folder(folder, model.config.start)

@@ -23,7 +23,7 @@ from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.head_training import HeadTrainee
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.run_folder import read_metrics
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support.generating import plain_model

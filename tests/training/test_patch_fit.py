@@ -26,7 +26,7 @@ from mlx_zip.training.patch_training import (
     fit_patch_model,
     train_patch_model,
 )
-from mlx_zip.training.run_metrics import MetricsLog, read_metrics
+from mlx_zip.training.run_folder import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, hierarchical_flops
 from mlx_zip.vocab.hbpe.patch_text import (

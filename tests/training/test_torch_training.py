@@ -299,7 +299,7 @@ def test_a_missing_pytorch_is_one_line_that_says_what_to_install(monkeypatch, tm
 
 
 def read(out: Path) -> list[dict[str, Any]]:
-    from mlx_zip.training.run_metrics import read_metrics
+    from mlx_zip.training.run_folder import read_metrics
 
     return read_metrics(out)
 

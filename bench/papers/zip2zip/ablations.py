@@ -311,7 +311,7 @@ class AblationRunner:
         A point of the curve has the bytes read so far, and the mean nats per id and bits per byte since the last point.
         index: the index of the prepared windows.
         """
-        from mlx_zip.training.run_metrics import read_metrics
+        from mlx_zip.training.run_folder import read_metrics
 
         reports = [line for line in read_metrics(run_folder) if "loss" in line]
         totals, last = index["totals"], reports[-1]

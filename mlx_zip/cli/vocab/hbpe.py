@@ -314,10 +314,10 @@ def _run_hbpe_fit(args: argparse.Namespace) -> Any:
     If a signal ended the run, returns the exit status 129, 130 or 143. Raises `MlxZipError`.
     """
     from mlx_zip.files import expand_home
-    from mlx_zip.training.loop import TrainingStopped
     from mlx_zip.training.patch_training import MODEL, PatchFitOptions, evaluate_patch_texts
     from mlx_zip.training.patch_training import fit_patch_model as train
     from mlx_zip.training.settings import TrainSettings
+    from mlx_zip.training.trainer import TrainingStopped
 
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings = TrainSettings(**settings, min_learning_rate=args.learning_rate / 20)

@@ -109,8 +109,9 @@ def run(args: argparse.Namespace) -> Any:
     the exit status 129, 130 or 143.
     """
     from mlx_zip.packs.pack import SUFFIX, load_pack
-    from mlx_zip.training.pack_tuning import dequantize_all_weights, load_model_to_tune, tune_pack
+    from mlx_zip.training.pack_tuning import load_model_to_tune, tune_pack
     from mlx_zip.training.settings import TrainSettings
+    from mlx_zip.training.starting_model import dequantize_all_weights
 
     check_flags_at_least(args, 1, "most_ids", "valid_ids")
     args.out = checked_output_path("--out", args.out, "a pack", SUFFIX, read=[args.file])
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> Any:
     if args.out.resolve() in (place.resolve(), *place.resolve().parents):
         raise DataError(f"--run {place}: the tuned pack is to be a file at {args.out}; choose another --run")
     if args.plot:
-        from mlx_zip.training.run_metrics import load_matplotlib
+        from mlx_zip.training.run_folder import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
     chosen = {name: getattr(args, name) for name in _DEFAULTS}
@@ -132,7 +133,7 @@ def run(args: argparse.Namespace) -> Any:
         model = dequantize_all_weights(model, args.dtype)
     found = tune_pack(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
     if args.plot:
-        from mlx_zip.training.run_metrics import plot_training_curves
+        from mlx_zip.training.run_folder import plot_training_curves
 
         plot_training_curves(place)
     if found.rows is None:

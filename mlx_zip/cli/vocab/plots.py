@@ -26,7 +26,7 @@ def checked_plot_path(name: str | None, read: Iterable[str | Path | None]) -> Pa
     """
     if name is None:
         return None
-    from mlx_zip.training.run_metrics import load_matplotlib
+    from mlx_zip.training.run_folder import load_matplotlib
 
     if Path(name).suffix not in SUFFIXES:
         raise DataError(f"--plot {name}: a plot is a {' or '.join(SUFFIXES)} file")
@@ -59,7 +59,7 @@ def draw_bars(path: Path, bars: Mapping[str, Mapping[str, float]], axes: tuple[s
 
 
 def _new_figure(axes: tuple[str, str]) -> tuple[Any, Any]:
-    from mlx_zip.training.run_metrics import load_matplotlib
+    from mlx_zip.training.run_folder import load_matplotlib
 
     figure = load_matplotlib()[0](figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
