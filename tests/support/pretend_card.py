@@ -24,7 +24,6 @@ from pkgutil import iter_modules
 from typing import Any
 
 import torch
-import torch._dynamo  # a dispatch mode imports it at its first operation
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from support.card_graph import Graph
