@@ -10,11 +10,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.progress import ProgressBar
 
 Action = tuple[Callable[[argparse.ArgumentParser], None], str, Callable[[argparse.Namespace], Any]]
 TOKENIZER_HELP = (
@@ -105,6 +106,14 @@ def read_first_stage_tokenizer(name: str) -> Any:
     if path.is_file() and path.name.removesuffix(".gz").endswith((".model", "vocab.txt")):
         return TokenizerFile(path, "tokenizer", read_tokenizer_file(path).to_str().encode())
     return open_tokenizer_file(path)
+
+
+def iterate_with_progress(task: str, texts: Sequence[str]) -> Iterator[str]:
+    """Yields the texts and counts them in a progress bar. task: the bar's name."""
+    with ProgressBar(len(texts), "text", task) as count:
+        for text in texts:
+            yield text
+            count()
 
 
 def read_standard_input() -> str:

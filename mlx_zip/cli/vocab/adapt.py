@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from mlx_zip.cli.actions import (
     add_json_flag,
     checked_output_path,
     escape_unprintable,
+    iterate_with_progress,
     read_first_stage_tokenizer,
 )
 from mlx_zip.cli.preparation import parse_columns
@@ -135,7 +135,7 @@ def _run_adapt_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str
     base = read_base_vocabulary(read_first_stage_tokenizer(args.tokenizer), args.pieces)
     texts, held_out = _read_corpus_texts(args, args.data), _read_corpus_texts(args, args.held_out)
     begun = time.perf_counter()
-    words = count_words(base.splitter, _iterate_with_progress("Counting", texts))
+    words = count_words(base.splitter, iterate_with_progress("Counting", texts))
     with ProgressBar(None, "swap", "Adapting") as count:
         vocabulary = adapt_vocabulary(
             base, words, args.merges, method=args.method, progress=lambda swap: count(), **settings
@@ -291,13 +291,6 @@ def _read_corpus_texts(args: argparse.Namespace, files: list[str]) -> list[str]:
     return [document.text for document in read_corpus(files, None, args.limit_bytes, columns).documents]
 
 
-def _iterate_with_progress(task: str, texts: list[str]) -> Iterator[str]:
-    with ProgressBar(len(texts), "text", task) as count:
-        for text in texts:
-            yield text
-            count()
-
-
 def _adapted_vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
     """Returns counts and settings of an adapted tokenizer, for --json. base: its base tokenizer, None if unknown."""
     of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
@@ -324,11 +317,11 @@ def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any
     Utility is 1 - tokens per byte (arXiv 2601.21665).
     """
     n_bytes = sum(len(text.encode("utf-8")) for text in texts)
-    tokens = sum(len(vocabulary.encode(text)) for text in _iterate_with_progress("Encoding", texts))
+    tokens = sum(len(vocabulary.encode(text)) for text in iterate_with_progress("Encoding", texts))
     counts = {"bytes": n_bytes, "tokens": tokens, "utility": round(1 - tokens / n_bytes, 4)}
     if base is not None:
         whole = base.encoder()
-        base_tokens = sum(len(base.encode(text, whole)) for text in _iterate_with_progress("Encoding", texts))
+        base_tokens = sum(len(base.encode(text, whole)) for text in iterate_with_progress("Encoding", texts))
         counts |= {"base_tokens": base_tokens, "base_utility": round(1 - base_tokens / n_bytes, 4)}
     return counts
 
