@@ -52,17 +52,68 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
 def print_action_result(args: argparse.Namespace, result: Any) -> int:
     """Prints the result of an action and returns the exit status.
 
-    result: (record to print with --json, lines to print without), or an exit status if the action printed its output.
+    result: a record, or (a record, lines to print instead unless --json is given), or an exit status if the action
+    printed its output.
     """
     if isinstance(result, int):
         return result
-    record, lines = result
+    record, lines = result if isinstance(result, tuple) else (result, format_record(result))
     if args.json:
         text = json.dumps(record, ensure_ascii=False)
         print(text.encode(errors="backslashreplace").decode())  # a path that is not UTF-8 has lone surrogates
     elif lines:
         print("\n".join(lines))
     return 0
+
+
+def format_record(record: Mapping[str, Any]) -> list[str]:
+    """Returns a record as lines: figures by name, then each record in it, then each list of records as a table.
+
+    Values that are None are left out, and so are lists that are neither of records nor of texts. A mapping whose keys
+    are numbers is one figure.
+    """
+    inner = {name: one for name, one in record.items() if isinstance(one, Mapping) and all(map(_is_text, one))}
+    figures = {_in_words(name): _format_figure(one) for name, one in record.items() if name not in inner}
+    width = max(map(len, figures), default=0)
+    lines = [f"{name:{width}}  {figure}" for name, figure in figures.items() if figure]
+    for name, one in inner.items():
+        lines += ["", f"{_in_words(name)}:", *format_record(one)]
+    for rows in record.values():
+        if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
+            lines += ["", *_format_table(rows)]
+    return lines
+
+
+def _format_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns records with the same names as the lines of a table, the names first."""
+    cells = [list(map(_in_words, rows[0])), *(list(map(_format_cell, row.values())) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=False)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in cells]
+
+
+def _format_cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return repr(value) if isinstance(value, str) else _format_figure(value)
+
+
+def _format_figure(value: Any) -> str:
+    """Returns a number, a text, a list of texts or counts by number as it is shown, "" for anything else."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:,.5g}" if isinstance(value, float) else f"{value:,}"
+    texts = [f"{key}: {one}" for key, one in value.items()] if isinstance(value, Mapping) else value
+    are_texts = isinstance(texts, list | tuple) and all(map(_is_text, texts))
+    return escape_unprintable(texts if _is_text(texts) else ", ".join(texts) if are_texts else "")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _in_words(name: Any) -> str:
+    return escape_unprintable(str(name).replace("_", " "))
 
 
 def add_json_flag(add: Any) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.cli.actions import add_show_flag, read_standard_input
+from mlx_zip.cli.actions import add_json_flag, add_show_flag, print_action_result, read_standard_input
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.files import read_json_object
 from mlx_zip.named import resolve_model_name
@@ -63,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "converted model's)",
     )
     add_show_flag(add, "hypertokens to list, those that save the most ids first")
-    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add_json_flag(add)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,8 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if not len(ids):
         raise GenerationError(f"{args.file} has no tokens")
     record = _make_compression_record(vocabulary, params, text, ids, args)
-    print(json.dumps(record, ensure_ascii=False) if args.json else _format_compression_report(record))
-    return 0
+    return print_action_result(args, record)
 
 
 def read_file_or_standard_input(file: str) -> str:
@@ -175,20 +173,3 @@ def _make_compression_record(
             for one in best
         ],
     }
-
-
-def _format_compression_report(record: dict[str, Any]) -> str:
-    """Returns the record of a compression as plain text."""
-    top = record["hypertokens"]
-    lines = [
-        f"{record['base_tokens']} base tokens -> {record['ids']} ids ({record['base_tokens_per_id']:.3f} per id), "
-        f"{record['hyper_share']:.1%} of them hypertokens",
-        f"{record['text_bytes']} bytes: {record['bytes_per_token_before']:.3f} per base token, "
-        f"{record['bytes_per_token_after']:.3f} per id",
-        f"{record['entries']} entries made (merge size {record['merge_size']}, codebook {record['codebook_size']}, "
-        f"{record['policy']})",
-    ]
-    if top:
-        lines += ["", f"{'saved':>7} {'uses':>7} {'length':>7}  text"]
-    lines += [f"{t['saved_ids']:>7} {t['uses']:>7} {len(t['base_ids']):>7}  {t['text']!r}" for t in top]
-    return "\n".join(lines)

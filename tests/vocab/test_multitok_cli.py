@@ -10,7 +10,7 @@ from mlx_zip.text import documents
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Words, prune, rewrite_ids
 from support import tiny_text
-from support.command_line import outcome, runner
+from support.command_line import outcome, runner, shown
 from support.tiny_vocabularies import write_folder
 
 SAMPLES = ["the cat and the dog and the cat and the dog", "the cat and the dog", "", "the dog and the cat", "a cat"]
@@ -44,7 +44,8 @@ def test_train_learns_what_the_library_does(run, encoded, window):
     assert (status, err) == (0, "")
     assert Dictionary.load("a.mtok").phrases == dictionary.phrases
     assert encoded("ids.jsonl") == ids.to_lists()
-    assert f"4 samples: 23 units -> {len(ids.ids)} tokens" in out
+    figures = shown(out)
+    assert [figures[name] for name in ("samples", "corpus units", "corpus tokens")] == ["4", "23", str(len(ids.ids))]
 
 
 @pytest.mark.parametrize("mode", ["published", "single", "parent", "reencode"])
@@ -98,7 +99,8 @@ def test_encode_prints_a_list_of_ids_for_each_sample(run, encoded):
         "ratio": sum(map(len, expected)) / 23,
         "ids": expected,
     }
-    assert "4 samples" in run("encode", "a.mtok", "--data", "some.jsonl", "--window", 2, "--out", "ids.jsonl")[1]
+    out = run("encode", "a.mtok", "--data", "some.jsonl", "--window", 2, "--out", "ids.jsonl")[1]
+    assert shown(out)["samples"] == "4"
     assert encoded("ids.jsonl") == expected
 
 
@@ -144,7 +146,7 @@ def test_training_reports_the_rate_of_held_out_texts(run, tmp_path):
         encode = ("encode", "a.mtok", "--data", "more.txt", "--unk-id", 0, "--json")
         assert told == {name: json.loads(run(*encode)[1])[name] for name in told}
         assert told["units"] == 5
-    assert "held out; 20.00% of the units are unknown" in run(*words, "--held-out", "more.txt")[1]
+    assert shown(run(*words, "--held-out", "more.txt")[1])["unknown share"] == "0.2"
     assert "--held-out FILE measures others" in run(*words)[1]
 
 

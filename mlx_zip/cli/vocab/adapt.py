@@ -17,7 +17,7 @@ from mlx_zip.cli.actions import (
     add_held_out_flag,
     add_json_flag,
     checked_output_path,
-    escape_unprintable,
+    format_record,
     iterate_with_progress,
     read_first_stage_tokenizer,
 )
@@ -150,7 +150,8 @@ def _run_adapt_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str
         record["held_out"] = _count_tokens(vocabulary, base, held_out)
     _draw_bytes_per_token(plot, record)
     record |= {"seconds": round(took_s, 3), "file": str(out)}
-    return record, _format_adapted_vocabulary(record)
+    hint = "these counts are of the texts adapted to: --held-out FILE counts others"
+    return record, [*format_record(record), *([] if held_out else ["", hint])]
 
 
 def _draw_bytes_per_token(path: Path | None, record: dict[str, Any]) -> None:
@@ -189,7 +190,7 @@ def _add_adapt_show_flags(parser: argparse.ArgumentParser) -> None:
     _add_adapt_text_flags(add, "--data")
 
 
-def _run_adapt_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_adapt_show(args: argparse.Namespace) -> dict[str, Any]:
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted_vocabulary
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
     from mlx_zip.vocab.adaptbpe.merge_list import PIECES
@@ -209,7 +210,7 @@ def _run_adapt_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     if args.data:
         record |= _count_tokens(vocabulary, base, _read_corpus_texts(args, args.data))
         _draw_bytes_per_token(plot, record)
-    return record, _format_adapted_vocabulary(record)
+    return record
 
 
 def _add_adapt_encode_flags(parser: argparse.ArgumentParser) -> None:
@@ -324,42 +325,6 @@ def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any
         base_tokens = sum(len(base.encode(text, whole)) for text in iterate_with_progress("Encoding", texts))
         counts |= {"base_tokens": base_tokens, "base_utility": round(1 - base_tokens / n_bytes, 4)}
     return counts
-
-
-def _format_adapted_vocabulary(record: dict[str, Any]) -> list[str]:
-    letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
-    base = escape_unprintable(record["base"])
-    lines = [
-        f"{record['ids']} ids of the {record['base_ids']} of {base}: {record['merges']} merges, 256 bytes, "
-        f"{letters}{record['added_tokens']} added tokens",
-        f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
-        f"rule {record['rule']}",
-    ]
-    if record.get("unreachable"):
-        lines.append(f"{record['unreachable']} tokens of {base} are left out: no merge makes them")
-    if record.get("ignore_merges"):
-        lines.append(
-            f"{base} prefers whole tokens to merges (ignore_merges); the adapted vocabulary always uses its merges"
-        )
-    if "bytes" in record:
-        lines += _format_token_counts("texts", base, record)
-    if "held_out" in record:
-        lines += _format_token_counts("held-out texts", base, record["held_out"])
-    elif "file" in record:
-        lines.append("these counts are of the texts adapted to: --held-out FILE counts others")
-    if "seconds" in record:
-        lines.append(f"adapted in {record['seconds']} s; written to {record['file']}")
-    return lines
-
-
-def _format_token_counts(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
-    def per_token(tokens: int) -> str:
-        return f"{tokens} tokens ({counts['bytes'] / tokens:.3f} bytes per token)"
-
-    lines = [f"{texts}: {counts['bytes']} bytes are {per_token(counts['tokens'])}"]
-    if "base_tokens" in counts:
-        lines.append(f"{texts}, with all of {base}: {per_token(counts['base_tokens'])}")
-    return lines
 
 
 ACTIONS = {

@@ -20,13 +20,13 @@ from mlx_zip.cli.actions import (
     add_json_flag,
     add_show_flag,
     checked_output_path,
+    format_record,
     read_first_stage_tokenizer,
 )
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError, errors_as
-from mlx_zip.progress import pluralize
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, parse_tower
 
 if TYPE_CHECKING:
@@ -153,12 +153,7 @@ def _describe_patch_table(table: Any, show: int, counts: list[int] | None = None
         "fingerprint": table.fingerprint,
         **({} if counts is None else {"counts": counts}),
     }
-    lines = [
-        f"{record['tokens']} tokens, the longest of {record['longest_token_bytes']} bytes, in patches of at most "
-        f"{record['patch_size']} symbols ({record['mode']})",
-        f"{len(record['merges'])} merges, {record['symbols']} symbols; table {record['table_bytes']} bytes",
-        "patches by length: " + ", ".join(f"{n}: {count}" for n, count in record["patch_lengths"].items()),
-    ]
+    lines = [*format_record(record), ""]
     for k, (left, right) in enumerate(table.merges.pairs[:show]):
         seen = "" if counts is None else f", seen {counts[k]} times"
         lines.append(f"{257 + k:>6} = {left} {right}  {_format_token_bytes(spelled[257 + k])}{seen}")
@@ -197,13 +192,7 @@ def _run_hbpe_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str
         "ids": ids,
         "patch_symbols": patches,
     }
-    per_word = f", {record['fertility']:.3f} patches per word" if words else ""
-    lines = [
-        f"{n_bytes} bytes -> {len(ids)} patches of {record['bytes_per_patch']:.3f} bytes{per_word}",
-        f"{record['symbols']} symbols, {record['symbols_per_patch']:.3f} per patch, end mark included",
-    ]
-    if not record["exact"]:
-        lines.append("the patches do not spell the text exactly: the tokenizer normalizes the text before it splits it")
+    lines = [*format_record(record), ""]
     for i, patch in zip(ids[: args.show], patches, strict=False):
         lines.append(f"{i:>8}  {_format_token_bytes(table.tokens[i])}  {' '.join(map(str, patch))}")
     return record, lines
@@ -333,7 +322,7 @@ def _run_hbpe_fit(args: argparse.Namespace) -> Any:
     if not valid:
         return record, [record["model"]]
     record["valid"] = evaluate_patch_texts(saved, valid)
-    return record, [record["model"], *_format_patch_evaluation(record["valid"])]
+    return record, [record["model"], *format_record(record["valid"])]
 
 
 def _run_hbpe_generate(args: argparse.Namespace) -> int:
@@ -390,27 +379,14 @@ def _print_written_patches(
     return parts, 0
 
 
-def _run_hbpe_evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_hbpe_evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from mlx_zip.models.patches.patch_model import load_patch_model
     from mlx_zip.training.patch_training import evaluate_patch_texts
 
     check_flags_at_least(args, 1, "batch_size")
     saved = load_patch_model(args.model)
     found = evaluate_patch_texts(saved, _read_patch_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
-    return {"model": args.model, **found}, _format_patch_evaluation(found)
-
-
-def _format_patch_evaluation(found: dict[str, Any]) -> list[str]:
-    words = "" if found["fertility"] is None else f", {found['fertility']:.3f} patches per word"
-    texts = f"{pluralize(found['documents'], 'document')}, {pluralize(found['bytes'], 'byte')}"
-    lines = [
-        f"{found['bits_per_byte']:.4f} bits per byte: {texts}",
-        f"{found['bytes_per_patch']:.3f} bytes and {found['symbols_per_patch']:.3f} symbols per patch{words}; "
-        f"{found['forward_flops_per_byte']:.3g} FLOPs per byte, {found['parameters']} parameters",
-    ]
-    if not found["exact"]:
-        lines.append("the patches do not spell the texts: the tokenizer changes them before it splits them")
-    return lines
+    return {"model": args.model, **found}
 
 
 def _read_patch_texts(files: list[str], separator: str | None, limit_bytes: int | None) -> list[str]:

@@ -18,11 +18,11 @@ from mlx_zip.cli.actions import (
     add_json_flag,
     add_show_flag,
     checked_output_path,
+    format_record,
     iterate_with_progress,
 )
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
 from mlx_zip.errors import DataError, GenerationError, errors_as
-from mlx_zip.progress import pluralize
 
 EXAMPLES = """\
 examples:
@@ -124,17 +124,6 @@ def _encode_samples(
     return ids, record
 
 
-def _format_rate(counts: dict[str, Any]) -> str:
-    samples, units, tokens = (pluralize(counts[f"{name}s"], name) for name in ("sample", "unit", "token"))
-    return f"{samples}: {units} -> {tokens} ({counts['ratio']:.3f} per unit)"
-
-
-def _format_training_rate(stats: dict[str, Any]) -> str:
-    """Returns a line of text with the counts of training. stats: what `Dictionary.stats` returns."""
-    counts = {**stats, "units": stats["corpus_units"], "tokens": stats["corpus_tokens"]}
-    return f"{_format_rate(counts)}, in training"
-
-
 def _write_ids(path: Path, samples: Any) -> None:
     """Writes samples of ids to a file, one JSON list per line. Raises `DataError` if the file cannot be written."""
     from mlx_zip.files import atomic_file
@@ -223,7 +212,8 @@ def _run_multitok_train(args: argparse.Namespace) -> tuple[dict[str, Any], list[
     if plot is not None:
         _draw_phrase_uses(plot, result)
     record["file_bytes"] = out.stat().st_size
-    return record, _format_trained_dictionary(record, str(out))
+    hint = "these rates are of the texts that were learned from: --held-out FILE measures others"
+    return record, [*format_record(record), *([] if args.held_out else ["", hint])]
 
 
 def _check_train_flags(args: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:
@@ -252,25 +242,6 @@ def _draw_phrase_uses(path: Path, dictionary: Any) -> None:
     draw_curves(path, {"uses": points}, ("rank of the phrase", "uses in training"), "log")
 
 
-def _format_trained_dictionary(record: dict[str, Any], path: str) -> list[str]:
-    trained, pruned, held_out = record["trained"], record.get("pruned"), record.get("held_out")
-    lines = [
-        _format_training_rate(trained),
-        f"{trained['units']} units, {trained['phrases']} phrases, of which {trained['never_used']} were never used and "
-        f"{trained['used_once']} once; the longest has {trained['longest']} units",
-    ]
-    if pruned:
-        lines.append(
-            f"pruned ({pruned['mode']}, used at most {pruned['at_most']}): {pruned['phrases']} phrases, "
-            f"{pruned['corpus_tokens']} tokens ({pruned['ratio']:.3f} per unit)"
-        )
-    if held_out:
-        lines.append(f"{_format_rate(held_out)}, held out; {held_out['unknown_share']:.2%} of the units are unknown")
-    else:
-        lines.append("these rates are of the texts that were learned from: --held-out FILE measures others")
-    return [*lines, f"{record['file_bytes']} bytes: {path}"]
-
-
 # ---- encode
 
 
@@ -293,7 +264,7 @@ def _add_multitok_encode_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_multitok_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_multitok_encode(args: argparse.Namespace) -> Any:
     from mlx_zip.vocab.multitok import Dictionary
 
     check_flags_at_least(args, 0, "window")
@@ -310,7 +281,7 @@ def _run_multitok_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list
         print(f"{unknown} and became the --unk-id", file=sys.stderr)
     if args.out is not None:
         _write_ids(args.out, ids)
-        return record, [_format_rate(record)]
+        return record
     return {**record, "ids": ids.to_lists()}, [json.dumps(one.tolist()) for one in ids]
 
 
@@ -352,8 +323,8 @@ def _run_multitok_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[
         "pruning": pruning and {"at_most": pruning.at_most, "mode": pruning.mode},
         "shown": shown,
     }
-    hint = [] if record["of"] == "words" or args.tokenizer else ["--tokenizer NAME shows these ids as text"]
-    return record, [*_format_phrase_stats(record), *hint]
+    hint = [] if record["of"] == "words" or args.tokenizer else ["", "--tokenizer NAME shows these ids as text"]
+    return record, [*format_record(record), *hint]
 
 
 def _unit_decoder(units: Any, args: argparse.Namespace) -> Callable[[list[int]], str]:
@@ -362,22 +333,6 @@ def _unit_decoder(units: Any, args: argparse.Namespace) -> Callable[[list[int]],
         return units.show_units
     tokenizer = _read_dictionary_tokenizer(units, args)
     return lambda run: tokenizer.decode(run)
-
-
-def _format_phrase_stats(record: dict[str, Any]) -> list[str]:
-    lengths = ", ".join(f"{count} of {n}" for n, count in list(record["phrases_by_length"].items())[:8])
-    pruned = record["pruning"]
-    lines = [
-        f"{record['units']} {record['of']}, {record['phrases']} phrases: {record['never_used']} never used, "
-        f"{record['used_once']} once" + (f"; pruned ({pruned['mode']}, at most {pruned['at_most']})" if pruned else ""),
-        _format_training_rate(record),
-        f"window {record['window'] or 'of any size'}; phrases by number of units: {lengths or 'none'}",
-        f"{record['memory_bytes']} bytes in memory",
-    ]
-    if record["shown"]:
-        lines += ["", f"{'id':>9} {'uses':>8} {'units':>6}  text"]
-    lines += [f"{row['id']:>9} {row['uses']:>8} {len(row['units']):>6}  {row['text']!r}" for row in record["shown"]]
-    return lines
 
 
 # ---- export
@@ -405,7 +360,7 @@ def _add_multitok_export_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(add)
 
 
-def _run_multitok_export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_multitok_export(args: argparse.Namespace) -> dict[str, Any]:
     from mlx_zip.packs.pack import SUFFIX, save_pack
     from mlx_zip.packs.phrases import pack_of_phrases
     from mlx_zip.text.token_facts import special_ids
@@ -427,7 +382,7 @@ def _run_multitok_export(args: argparse.Namespace) -> tuple[dict[str, Any], list
     mark = tokenizer_fingerprint(tokenizer)
     pack = pack_of_phrases(dictionary, args.size, merge_size, mark, disabled)
     save_pack(out, pack)
-    record = {
+    return {
         "file": str(out),
         "entries": len(pack.entries),
         "longest": pack.merge_size,
@@ -435,8 +390,6 @@ def _run_multitok_export(args: argparse.Namespace) -> tuple[dict[str, Any], list
         "fingerprint": pack.fingerprint,
         "of_phrases": len(dictionary),
     }
-    line = f"{len(pack.entries):,} of {len(dictionary):,} phrases as entries of 2 to {pack.merge_size} base ids: {out}"
-    return record, [line]
 
 
 def _model_codec(name: str) -> Any:

@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Any:
     """Tunes the pack and writes it. Raises `MlxZipError`.
 
-    Returns a record for --json and lines to print. If a signal ended the run, whose last step is then saved, returns
+    Returns a record. If a signal ended the run, whose last step is then saved, returns
     the exit status 129, 130 or 143.
     """
     from mlx_zip.packs.pack import SUFFIX, load_pack
@@ -209,8 +209,8 @@ def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
 
 def _write_tuned_pack(
     args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any
-) -> tuple[dict[str, Any], list[str]]:
-    """Writes the tuned pack; returns figures as a record for --json and as lines to print.
+) -> dict[str, Any]:
+    """Writes the tuned pack; returns figures as a record.
 
     found: result of `tune_pack`. texts: training and validation windows.
     """
@@ -236,7 +236,4 @@ def _write_tuned_pack(
     tuned = Pack(pack.entries, tokenizer_fingerprint(tokenizer), {**pack.about, "tuned": about}, found.rows)
     save_pack(args.out, tuned)
     kept = {"file": str(args.out), "entries": len(pack.entries), "fingerprint": tuned.fingerprint}
-    return kept | about, [
-        f"{args.out}: {pluralize(len(pack.entries), 'entry')} tuned for {about['model']}, {tuned.fingerprint[:12]}",
-        f"{about['held_out_bytes']:,} bytes held out: {found.before:.4f} bits per byte before, {found.after:.4f} now",
-    ]
+    return kept | about

@@ -14,7 +14,7 @@ from mlx_zip.cli.actions import (
     add_json_flag,
     add_show_flag,
     checked_output_path,
-    escape_unprintable,
+    format_record,
 )
 from mlx_zip.cli.preparation import (
     add_codec_flags,
@@ -326,10 +326,9 @@ def _describe_pack(path: str | Path, pack: Any, texts: list[str] | None = None) 
 
     texts: texts of the pack's first entries, which are then listed; None to list no entries.
     """
-    path = Path(path)
     about = {key: value for key, value in pack.about.items() if key not in ("uses", "texts")}
     record = {
-        **about,
+        **_add_rates(about),
         "file": str(path),
         "entries": len(pack.entries),
         "longest": pack.merge_size,
@@ -337,35 +336,27 @@ def _describe_pack(path: str | Path, pack: Any, texts: list[str] | None = None) 
         "fingerprint": pack.fingerprint,
         "rows_of": pack.rows and pack.rows.model,
     }
+    held_out = about.get("held_out")
+    if isinstance(held_out, dict):
+        record["held_out"] = _add_rates(held_out)
     if texts is not None:
         rows = zip(texts, pack.entries, [*_entry_uses_in_pack(pack), *[None] * len(texts)], strict=False)
-        record["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
-    return record, _format_pack(path, pack, about, record.get("best", []))
+        record["best"] = [{"uses": n, "base_ids": entry, "text": text} for text, entry, n in rows]
+    lines = format_record(record)
+    if "base_ids_per_id" in record and not held_out:
+        lines += ["", "this rate is of the texts learned from: learn with --held-out FILE to measure others"]
+    return record, lines
 
 
-def _format_pack(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
-    """Returns the contents of a pack as lines to print. about: facts from the pack's file. best: entries to list."""
-    entries = f"{pluralize(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
-    lines = [f"{path}: {entries}, fingerprint {pack.fingerprint[:12]}"]
-    if _has_positive_numbers(about, "base_ids", "ids", "ids_without", "window"):
-        lines.append(f"learned from {_format_pack_rate(about)}, in windows of {about['window']}")
-        held_out = about.get("held_out")
-        if isinstance(held_out, dict) and _has_positive_numbers(held_out, "base_ids", "ids", "ids_without"):
-            lines.append(f"held out: {_format_pack_rate(held_out)}")
-        else:
-            lines.append("this rate is of the texts learned from: learn with --held-out FILE to measure others")
-    if _has_positive_numbers(about, "head_cost", "steps_cost", "ids_without"):
-        speedup = about["ids_without"] / about["steps_cost"]
-        lines.append(f"a row costs {about['head_cost']:.2e} of a step: {speedup:.3f} times as fast as without the pack")
-    if pack.rows is not None:
-        shape, model = list(pack.rows.output.shape), escape_unprintable(pack.rows.model[:12])
-        lines.append(f"rows tuned for model {model}: {pack.rows.output.dtype} {shape}")
-    return lines + [f"{'' if row['uses'] is None else str(row['uses']):>8.8} {row['text']!r}" for row in best]
-
-
-def _format_pack_rate(about: dict[str, Any]) -> str:
-    base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
-    return f"{base:,} base ids: {base / ids:.3f} base ids per id, {base / without:.3f} without the pack"
+def _add_rates(about: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a pack says of texts, with base ids per id, and speed with --head-cost, in addition."""
+    rates = {}
+    if _has_positive_numbers(about, "base_ids", "ids", "ids_without"):
+        base_ids = about["base_ids"]
+        rates = {"base_ids_per_id": base_ids / about["ids"], "base_ids_per_id_without": base_ids / about["ids_without"]}
+    if _has_positive_numbers(about, "steps_cost", "ids_without"):
+        rates["speedup"] = about["ids_without"] / about["steps_cost"]
+    return {**about, **rates}
 
 
 def _has_positive_numbers(about: dict[str, Any], *names: str) -> bool:
