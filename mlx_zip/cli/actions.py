@@ -159,6 +159,19 @@ def read_first_stage_tokenizer(name: str) -> Any:
     return open_tokenizer_file(path)
 
 
+def read_texts(
+    files: Sequence[str],
+    separator: str | None = None,
+    limit_bytes: int | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Returns the texts in files, folders and data sets, [] for none; see `documents.read_corpus`."""
+    from mlx_zip.text.documents import read_corpus
+
+    corpus = read_corpus(files, separator, limit_bytes, columns) if files else None
+    return [] if corpus is None else [document.text for document in corpus.documents]
+
+
 def iterate_with_progress(task: str, texts: Sequence[str]) -> Iterator[str]:
     """Yields the texts and counts them in a progress bar. task: the bar's name."""
     with ProgressBar(len(texts), "text", task) as count:

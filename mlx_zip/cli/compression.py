@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.cli.actions import add_json_flag, add_show_flag, print_action_result, read_standard_input
 from mlx_zip.errors import DataError, GenerationError
-from mlx_zip.files import read_json_object
 from mlx_zip.named import resolve_model_name
 
 if TYPE_CHECKING:
@@ -100,12 +99,16 @@ def read_file_or_standard_input(file: str) -> str:
     return text
 
 
-def model_codec_params(name: str) -> Any:
-    """Returns the codec parameters of the converted or bundled model `name`, None if `name` is not such a model."""
-    from mlx_zip.models.model_folder import read_model_codec
+def model_codec_params(tokenizer: str) -> Any:
+    """Returns the codec parameters of the zip2zip model whose tokenizer was named, None for any other tokenizer."""
+    from mlx_zip.models.model_folder import read_model_codec, read_model_config
+    from mlx_zip.text.tokenizers import tokenizer_folder
 
-    file = resolve_model_name(name) / "config.json"
-    return read_model_codec(read_json_object(file, raises=GenerationError, constants=True)) if file.is_file() else None
+    path = resolve_model_name(tokenizer)
+    if path.is_file() and path.name != "tokenizer.json":
+        return None
+    folder = tokenizer_folder(tokenizer)
+    return read_model_codec(read_model_config(folder)) if (folder / "config.json").is_file() else None
 
 
 def choose_codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> Any:

@@ -140,6 +140,7 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--disable",
+        type=_parse_disabled_ids,
         metavar="IDS",
         help="ids that never become part of a hypertoken, separated by commas (default: the model's own list, "
         "else the special tokens)",
@@ -148,21 +149,13 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints a summary. Returns the exit status 0. Raises `MlxZipError`."""
-    from mlx_zip.training.prepare.plan import PrepareOptions
     from mlx_zip.training.prepare.preparation import prepare_data
 
     if not args.out:
         raise DataError("--out is empty: name the folder to write")
-    options: dict[str, Any] = {one.name: getattr(args, one.name, None) for one in fields(PrepareOptions)}
-    options |= {
-        "sources": make_sources(args),
-        "out": expand_home(args.out),
-        "disable": parse_disabled_ids(args),
-        "protect": tuple(args.protect),
-        "pack": _single_pack_path(args.pack),
-    }
+    options = make_prepare_options(args, out=expand_home(args.out), pack=_single_pack_path(args.pack))
     workers = args.workers if args.workers is not None else min(_MOST_WORKERS, os.cpu_count() or 1)
-    print(format_prepared_summary(args.out, prepare_data(PrepareOptions(**options), workers, progress=True)))
+    print(format_prepared_summary(args.out, prepare_data(options, workers, progress=True)))
     return 0
 
 
@@ -170,6 +163,15 @@ def _single_pack_path(files: list[str] | None) -> Path | None:
     if files is not None and len(files) > 1:
         raise DataError("prepare takes one --pack: merge several first with `mlx_zip vocab pack merge`")
     return None if files is None else Path(files[0])
+
+
+def make_prepare_options(args: argparse.Namespace, **changed: Any) -> Any:
+    """Returns the flags in `args` as `PrepareOptions`; `changed` takes precedence. Raises `DataError`."""
+    from mlx_zip.training.prepare.plan import PrepareOptions
+
+    options = {one.name: getattr(args, one.name) for one in fields(PrepareOptions) if hasattr(args, one.name)}
+    options |= {"sources": make_sources(args), "protect": tuple(getattr(args, "protect", ()))}
+    return PrepareOptions(**options | changed)
 
 
 def make_sources(args: argparse.Namespace) -> tuple[Any, ...]:
@@ -222,10 +224,8 @@ def parse_columns(given: Sequence[str]) -> dict[str, str]:
     return columns
 
 
-def parse_disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """Returns the ids of --disable, None without the flag. Raises `DataError` if its value is not a list of ids."""
-    if (text := args.disable) is None:
-        return None
+def _parse_disabled_ids(text: str) -> tuple[int, ...]:
+    """Returns the ids in a value of --disable. Raises `DataError` if the value is not a list of ids."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) < 12 for part in parts):
         raise DataError(f"--disable {text!r} is not a list of ids with commas between")

@@ -20,6 +20,7 @@ from mlx_zip.cli.actions import (
     format_record,
     iterate_with_progress,
     read_first_stage_tokenizer,
+    read_texts,
 )
 from mlx_zip.cli.preparation import parse_columns
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
@@ -133,7 +134,8 @@ def _run_adapt_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str
         plain = checked_output_path("--tokenizer-json", args.tokenizer_json, read=[*read, out])
     plot = checked_plot_path(args.plot, read=[*read, out, plain])
     base = read_base_vocabulary(read_first_stage_tokenizer(args.tokenizer), args.pieces)
-    texts, held_out = _read_corpus_texts(args, args.data), _read_corpus_texts(args, args.held_out)
+    columns = parse_columns(args.columns)
+    texts, held_out = (read_texts(files, None, args.limit_bytes, columns) for files in (args.data, args.held_out))
     begun = time.perf_counter()
     words = count_words(base.splitter, iterate_with_progress("Counting", texts))
     with ProgressBar(None, "swap", "Adapting") as count:
@@ -208,7 +210,8 @@ def _run_adapt_show(args: argparse.Namespace) -> dict[str, Any]:
         vocabulary.check_base(base)
     record = _adapted_vocabulary_record(vocabulary, base)
     if args.data:
-        record |= _count_tokens(vocabulary, base, _read_corpus_texts(args, args.data))
+        texts = read_texts(args.data, None, args.limit_bytes, parse_columns(args.columns))
+        record |= _count_tokens(vocabulary, base, texts)
         _draw_bytes_per_token(plot, record)
     return record
 
@@ -281,15 +284,6 @@ def _parse_id_words(name: str, text: str) -> list[int]:
     if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 11)), None):
         raise DataError(f"{name}: {wrong!r:.40} is not an id")
     return [int(word) for word in words]
-
-
-def _read_corpus_texts(args: argparse.Namespace, files: list[str]) -> list[str]:
-    from mlx_zip.text.documents import read_corpus
-
-    if not files:
-        return []
-    columns = parse_columns(args.columns)
-    return [document.text for document in read_corpus(files, None, args.limit_bytes, columns).documents]
 
 
 def _adapted_vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:

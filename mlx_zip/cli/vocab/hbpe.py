@@ -22,6 +22,7 @@ from mlx_zip.cli.actions import (
     checked_output_path,
     format_record,
     read_first_stage_tokenizer,
+    read_texts,
 )
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.training import add_training_flags, report_stop
@@ -217,12 +218,6 @@ _SETTINGS = {
     "steps_per_report": 10,
     "save_every": 100,
 }
-_PURPOSES = {
-    "iters": "number of optimizer steps in the whole run",
-    "batch_size": "number of windows per step",
-    "learning_rate": "peak learning rate of the cosine schedule, which ends at a twentieth of it",
-    "seed": "random seed of new weights and of the order of the windows",
-}
 
 
 def _add_hbpe_fit_flags(parser: argparse.ArgumentParser) -> None:
@@ -270,7 +265,7 @@ def _add_hbpe_fit_flags(parser: argparse.ArgumentParser) -> None:
         help="size of the local encoder and of the local decoder, which read and write a patch's symbols; FFN: width "
         "of the MLP (default: 2,128,128,2)",
     )
-    add_training_flags(add, _SETTINGS, _PURPOSES)
+    add_training_flags(add, _SETTINGS)
     add("--json", action="store_true", help="print one JSON object, and no progress")
 
 
@@ -311,8 +306,8 @@ def _run_hbpe_fit(args: argparse.Namespace) -> Any:
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings = TrainSettings(**settings, min_learning_rate=args.learning_rate / 20)
     options = PatchFitOptions(args.tokenizer, **{name: getattr(args, name) for name in _SIZES})
-    texts = _read_patch_texts(args.data, args.separator, args.limit_bytes)
-    valid = _read_patch_texts(args.valid, args.separator, None) if args.valid else []
+    texts = read_texts(args.data, args.separator, args.limit_bytes)
+    valid = read_texts(args.valid, args.separator)
     out = expand_home(args.out)
     try:
         saved = train(texts, options, settings, out, quiet=args.json)
@@ -385,14 +380,8 @@ def _run_hbpe_evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
     check_flags_at_least(args, 1, "batch_size")
     saved = load_patch_model(args.model)
-    found = evaluate_patch_texts(saved, _read_patch_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
+    found = evaluate_patch_texts(saved, read_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
     return {"model": args.model, **found}
-
-
-def _read_patch_texts(files: list[str], separator: str | None, limit_bytes: int | None) -> list[str]:
-    from mlx_zip.text.documents import read_corpus
-
-    return [document.text for document in read_corpus(files, separator, limit_bytes).documents]
 
 
 ACTIONS: dict[str, Action] = {

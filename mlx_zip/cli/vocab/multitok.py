@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from mlx_zip.cli.actions import (
     checked_output_path,
     format_record,
     iterate_with_progress,
+    read_texts,
 )
+from mlx_zip.cli.compression import model_codec_params
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
 from mlx_zip.errors import DataError, GenerationError, errors_as
 
@@ -64,9 +65,7 @@ def _add_text_flags(add: Any, unk_id: str) -> None:
 
 def _read_samples(args: argparse.Namespace, files: Sequence[str]) -> list[str]:
     """Returns the texts of the samples in `files`, split as --separator and --lines say. Raises `DataError`."""
-    from mlx_zip.text.documents import read_corpus
-
-    texts = [document.text for document in read_corpus(files, args.separator).documents]
+    texts = read_texts(files, args.separator)
     return [line for text in texts for line in text.splitlines() if line.strip()] if args.lines else texts
 
 
@@ -187,8 +186,7 @@ def _run_multitok_train(args: argparse.Namespace) -> tuple[dict[str, Any], list[
     tokenizer, units = _read_tokenizer_units(args.tokenizer)
     texts = _read_samples(args, args.data)
     if units is None:
-        more = _read_samples(args, args.words_of) if args.words_of else []
-        units = Words.from_samples(map(str.split, chain(texts, more)))
+        units = Words.from_samples(map(str.split, [*texts, *_read_samples(args, args.words_of or [])]))
     given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
     dictionary = result = Dictionary(Settings(units, **given))
     samples = dictionary.number_units(_split_samples(texts, tokenizer))
@@ -307,7 +305,8 @@ def _run_multitok_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[
     check_flags_at_least(args, 0, "show")
     plot = checked_plot_path(args.plot, read=[args.dictionary])
     dictionary = Dictionary.load(args.dictionary)
-    spell = _unit_decoder(dictionary.settings.units, args)
+    units = dictionary.settings.units
+    spell = units.show_units if args.tokenizer is None else _read_dictionary_tokenizer(units, args).decode
     shown = [
         {"id": id, "uses": uses, "units": (run := dictionary.expand([id]).tolist()), "text": spell(run)}
         for id, uses in dictionary.most_saving_phrases(args.show)
@@ -325,14 +324,6 @@ def _run_multitok_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[
     }
     hint = [] if record["of"] == "words" or args.tokenizer else ["", "--tokenizer NAME shows these ids as text"]
     return record, [*format_record(record), *hint]
-
-
-def _unit_decoder(units: Any, args: argparse.Namespace) -> Callable[[list[int]], str]:
-    """Returns a function from a list of units to their text. Without --tokenizer, ids are shown as numbers."""
-    if args.tokenizer is None:
-        return units.show_units
-    tokenizer = _read_dictionary_tokenizer(units, args)
-    return lambda run: tokenizer.decode(run)
 
 
 # ---- export
@@ -376,7 +367,7 @@ def _run_multitok_export(args: argparse.Namespace) -> dict[str, Any]:
             f"{args.dictionary} was trained on words, and a codebook holds a tokenizer's ids: train with --tokenizer"
         )
     tokenizer = _read_dictionary_tokenizer(dictionary.settings.units, args)
-    codec = _model_codec(args.tokenizer)
+    codec = model_codec_params(args.tokenizer)
     merge_size = args.merge_size or (codec.merge_size if codec else _MERGE_SIZE)
     disabled = codec.disabled_ids if codec else special_ids(tokenizer)
     mark = tokenizer_fingerprint(tokenizer)
@@ -390,19 +381,6 @@ def _run_multitok_export(args: argparse.Namespace) -> dict[str, Any]:
         "fingerprint": pack.fingerprint,
         "of_phrases": len(dictionary),
     }
-
-
-def _model_codec(name: str) -> Any:
-    """Returns the codec settings of the zip2zip model `name`; None if `name` is a plain model or only a tokenizer."""
-    from mlx_zip.models.model_folder import read_model_codec, read_model_config
-    from mlx_zip.named import resolve_model_name
-    from mlx_zip.text.tokenizers import tokenizer_folder
-
-    path = resolve_model_name(name)
-    if path.is_file() and path.name != "tokenizer.json":
-        return None
-    folder = tokenizer_folder(name)
-    return read_model_codec(read_model_config(folder)) if (folder / "config.json").is_file() else None
 
 
 ACTIONS = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.cli.actions import add_json_flag, checked_output_path
-from mlx_zip.cli.preparation import add_text_flags, make_similar_source, make_sources
+from mlx_zip.cli.preparation import add_text_flags, make_prepare_options, make_similar_source, make_sources
 from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.errors import DataError
 from mlx_zip.models.model_folder import is_plain_model
@@ -34,11 +34,6 @@ _DEFAULTS = {
     "save_every": 50,
     "keep": 2,
     "dtype": "float32",
-}
-_PURPOSES = {
-    "iters": "number of optimizer steps in the whole run",
-    "batch_size": "number of windows per step",
-    "seed": "random seed of the order of the windows",
 }
 
 
@@ -97,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="floating-point type of the entries' rows in the written pack (default: float32)",
     )
-    add_training_flags(add, _DEFAULTS, _PURPOSES)
+    add_training_flags(add, _DEFAULTS)
     add("--plot", action="store_true", help="draw curves.png in the folder of --run; needs matplotlib (default: off)")
     add_json_flag(add)
 
@@ -142,7 +137,7 @@ def run(args: argparse.Namespace) -> Any:
 
 def _make_tuning_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
     """Returns the plan, which has the codec, the tokenizer, and whether the model is plain. Raises `DataError`."""
-    from mlx_zip.training.prepare.plan import PrepareOptions, make_preparation_plan
+    from mlx_zip.training.prepare.plan import make_preparation_plan
 
     if not pack.entries:
         raise DataError(f"{args.file}: a pack without entries has no rows to tune")
@@ -151,18 +146,8 @@ def _make_tuning_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bo
         raise DataError("--codebook-size: a plain model's codebook holds the pack's entries and never grows")
     if not plain and args.position_mode is not None:
         raise DataError("--position-mode is for plain models: a zip2zip model's config sets it")
-    sizes = (len(pack.entries), pack.merge_size) if plain else (args.codebook_size, None)
-    options = PrepareOptions(
-        sources=make_sources(args),
-        out=args.out,
-        model=args.model,
-        context=args.context,
-        codebook_size=sizes[0],
-        merge_size=sizes[1],
-        pack=Path(args.file),
-        train_on="all",
-        trust_remote_code=args.trust_remote_code,
-    )
+    sizes = {"codebook_size": len(pack.entries), "merge_size": pack.merge_size} if plain else {}
+    options = make_prepare_options(args, pack=Path(args.file), train_on="all", **sizes)
     return *make_preparation_plan(options)[:2], plain
 
 
@@ -177,7 +162,12 @@ def _read_tuning_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) ->
     own = make_sources(args)
     data = windows(own, args.most_ids)
     if args.valid is None:
-        _check_enough_windows(len(data), args.context)
+        if len(data) < HELD_OUT:
+            raise DataError(
+                f"--data makes {pluralize(len(data), 'window')} (one text, or {args.context} base ids of one); to hold "
+                f"one out for validation, at least {HELD_OUT} are needed: give more text, or name validation texts "
+                "with --valid"
+            )
         data, held = [one for i, one in enumerate(data, 1) if i % HELD_OUT], data[HELD_OUT - 1 :: HELD_OUT]
     else:
         held = windows((make_similar_source(args.valid, own[0]),), args.valid_ids)
@@ -185,15 +175,6 @@ def _read_tuning_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) ->
             raise DataError(f"--valid {' '.join(args.valid)}: no text to validate on")
     held = _first_windows(held, args.valid_ids)
     return compress_windows(plan.params, data, "--data"), compress_windows(plan.params, held, "the held-out text")
-
-
-def _check_enough_windows(windows: int, context: int) -> None:
-    """Raises `DataError` if there are too few windows to hold one out. context: maximum base ids per window."""
-    if windows < HELD_OUT:
-        raise DataError(
-            f"--data makes {pluralize(windows, 'window')} (one text, or {context} base ids of one); to hold one "
-            f"out for validation, at least {HELD_OUT} are needed: give more text, or name validation texts with --valid"
-        )
 
 
 def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,7 @@ from mlx_zip.cli.actions import (
     checked_output_path,
     format_record,
 )
-from mlx_zip.cli.preparation import (
-    add_codec_flags,
-    add_source_flags,
-    make_similar_source,
-    make_sources,
-    parse_disabled_ids,
-)
+from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, make_prepare_options, make_similar_source
 from mlx_zip.cli.vocab import pack_tuning
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
 from mlx_zip.errors import DataError, errors_as
@@ -77,7 +72,7 @@ def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     args.window = WINDOW if args.window is None else args.window
     check_flags_at_least(args, 1, "size", "window", "most_ids")
     args.out = checked_output_path("--out", args.out, "a pack", SUFFIX)
-    plot, options = checked_plot_path(args.plot, [args.out]), _make_prepare_options(args)
+    plot, options = checked_plot_path(args.plot, [args.out]), make_prepare_options(args, train_on="all")
     held_out_texts = (make_similar_source(args.held_out, options.sources[0]),) if args.held_out else ()
     plan, tokenizer, _ = make_preparation_plan(options, pads=False)
     texts = _encode_texts_to_learn(args, options.sources, tokenizer)
@@ -112,25 +107,6 @@ def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
         shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
         print(f"{shortfall}; give more text for more entries", file=sys.stderr)
     return _describe_pack(args.out, pack)
-
-
-def _make_prepare_options(args: argparse.Namespace) -> Any:
-    """Returns the flags as `PrepareOptions`, from which `make_preparation_plan` reads the tokenizer and the codec."""
-    from mlx_zip.training.prepare.plan import PrepareOptions
-
-    return PrepareOptions(
-        sources=make_sources(args),
-        out=args.out,
-        model=args.model,
-        tokenizer=args.tokenizer,
-        merge_size=args.merge_size,
-        codebook_size=args.codebook_size,
-        disable=parse_disabled_ids(args),
-        protect=tuple(args.protect),
-        train_on="all",
-        empty_start=True,
-        trust_remote_code=args.trust_remote_code,
-    )
 
 
 def _encode_texts_to_learn(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
@@ -226,7 +202,8 @@ def _run_pack_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
             raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
         texts = [tokenizer.decode(list(entry)) for entry in entries]
     else:
-        texts = _entry_texts_in_pack(pack)[: args.show] or [" ".join(map(str, entry)) for entry in entries]
+        told = _told_by_entry(pack, "texts", lambda one: isinstance(one, str))
+        texts = told[: args.show] or [" ".join(map(str, entry)) for entry in entries]
     if plot is not None:
         if not (uses := _entry_uses_in_pack(pack)):
             raise DataError(f"{args.file} does not say how often its entries were used, so there is nothing to draw")
@@ -235,17 +212,15 @@ def _run_pack_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
     return _describe_pack(args.file, pack, texts)
 
 
-def _entry_texts_in_pack(pack: Any) -> list[str]:
-    texts = pack.about.get("texts")
-    fit = isinstance(texts, list) and len(texts) == len(pack.entries) and all(isinstance(one, str) for one in texts)
-    return texts if fit else []
+def _told_by_entry(pack: Any, name: str, may_be: Callable[[Any], bool]) -> list[Any]:
+    """Returns what a pack says of each entry under `name`, [] unless it says something that may be of each entry."""
+    told = pack.about.get(name)
+    return told if isinstance(told, list) and len(told) == len(pack.entries) and all(map(may_be, told)) else []
 
 
 def _entry_uses_in_pack(pack: Any) -> list[int]:
     """Returns how often each entry was used in the texts learned from, [] if the pack does not hold these counts."""
-    uses = pack.about.get("uses")
-    fit = isinstance(uses, list) and len(uses) == len(pack.entries) and all(type(n) is int and n >= 0 for n in uses)
-    return uses if fit else []
+    return _told_by_entry(pack, "uses", lambda n: type(n) is int and n >= 0)
 
 
 # ---- merge
@@ -290,7 +265,7 @@ def _add_pack_check_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run_pack_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Returns the result of `_describe_pack`. Raises `DataError` if the model cannot use the pack."""
-    from mlx_zip.errors import CodecError
+    from mlx_zip.errors import CodecError, MlxZipError
     from mlx_zip.models.model_folder import read_model_codec, read_model_config
     from mlx_zip.packs.pack import load_pack
     from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
@@ -304,18 +279,12 @@ def _run_pack_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
         if codec is not None:
             codec.with_start(pack)
     if pack.rows is not None:
-        _check_rows_fit_model(args, pack)
+        from mlx_zip.models.loading import load
+
+        with errors_as(DataError, f"{args.file} does not fit {args.model}", MlxZipError):
+            load(args.model, pack=pack)
     record, lines = _describe_pack(args.file, pack)
     return record, [*lines, f"{args.model} can use this pack"]
-
-
-def _check_rows_fit_model(args: argparse.Namespace, pack: Any) -> None:
-    """Loads the model with the pack. Raises `DataError` if the pack's rows were tuned for another model."""
-    from mlx_zip.errors import MlxZipError
-    from mlx_zip.models.loading import load
-
-    with errors_as(DataError, f"{args.file} does not fit {args.model}", MlxZipError):
-        load(args.model, pack=pack)
 
 
 # ---- description of a pack
