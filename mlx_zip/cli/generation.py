@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,12 +18,7 @@ from mlx_zip.cli import colours
 from mlx_zip.cli import engine_choice as engines
 from mlx_zip.cli import row_cache as rows
 from mlx_zip.cli.actions import read_standard_input
-from mlx_zip.cli.generation_flags import (
-    SAMPLING_FLAGS,
-    add_arguments,
-    check_kv_size,
-    check_model_flag,
-)
+from mlx_zip.cli.generation_flags import add_arguments, check_kv_size, read_sampling_flags
 from mlx_zip.cli.serving.opening import choose_request_pack, pack_options
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
@@ -50,7 +45,6 @@ PASSED_FLAGS = (
 
 def run(args: argparse.Namespace) -> int:
     """Generates a text and prints it; returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
-    check_model_flag(args)
     if args.model is None and args.prompt_cache_file is None:
         _default_to_bundled_model(args)
     biases = parse_json_map("--logit-bias", args.logit_bias)
@@ -61,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     prompt = read_prompt(args.prompt)
     from mlx_zip.engine.sampling.options import parse_logit_bias
 
-    sampling = {**{name: getattr(args, name) for name in SAMPLING_FLAGS}, "logit_bias": parse_logit_bias(biases)}
+    sampling = {**read_sampling_flags(args), "logit_bias": parse_logit_bias(biases)}
     if engines.is_torch_engine(args):
         return _generate_on_torch(args, prompt, sampling)
 
@@ -127,12 +121,10 @@ def _generate_on_mlx(args: argparse.Namespace, prompt: str, sampling: dict[str, 
 def _generate_on_torch(args: argparse.Namespace, prompt: str, sampling: dict[str, Any]) -> int:
     """Generates a text on PyTorch and prints it; returns the exit status. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import stream_answers
-    from mlx_zip.engine.sampling.options import Sampling
     from mlx_zip.models.model_folder import find_model_folder
     from mlx_zip.text.prompts import encode_prompt
     from mlx_zip.text.tokenizers import add_eos_tokens
 
-    Sampling.from_options(sampling)
     chosen, folder = chosen_packs.read_packs(args.pack), find_model_folder(args.model, args.revision)
     with engines.open_torch_engine(
         folder,
@@ -161,16 +153,6 @@ def _pack_fingerprint(chosen: Pack | None, folder: Path) -> str | None:
     if chosen is not None:
         return chosen.fingerprint
     return load_pack(folder / IN_FOLDER).fingerprint if (folder / IN_FOLDER).exists() else None
-
-
-@contextmanager
-def _open_first_machine_output(group: Any) -> Iterator[TextIO]:
-    """Context manager: yields standard output on the first machine of a run, the null device on the others."""
-    if group is None or group.rank() == 0:
-        yield sys.stdout
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        yield nowhere
 
 
 def _check_flags_on_several_machines(args: argparse.Namespace, group: Any) -> None:
@@ -229,7 +211,8 @@ def print_answer(
     """
     from mlx_zip.engine.responses import RULE, format_footer
 
-    with _open_first_machine_output(group) as out:
+    first = group is None or group.rank() == 0
+    with nullcontext(sys.stdout) if first else open(os.devnull, "w", encoding="utf-8") as out:
         framed = args.verbose and not args.json
         if framed and out.isatty():
             print(*opening_notes(args, model, bool(codebook)), sep="\n", file=sys.stderr)

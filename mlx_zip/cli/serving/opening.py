@@ -33,30 +33,27 @@ SERVER_LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "promet
 
 
 @contextmanager
-def open_engine_from_flags(
-    args: argparse.Namespace, name: str, chosen: Pack | None, group: Any = None
-) -> Iterator[Any]:
-    """Context manager: yields the engine of the model `name` that the flags in `args` ask for.
+def open_engine_from_flags(args: argparse.Namespace, chosen: Pack | None, group: Any = None) -> Iterator[Any]:
+    """Context manager: yields the engine that the flags in `args` ask for.
 
     chosen: the packs of --pack, or None. group: the machines of this run, None for one. Raises `MlxZipError`.
     """
-    engine_choice.choose_engine(args, name, group=group)
+    engine_choice.choose_engine(args, args.model, group=group)
     with (
         engine_choice.open_row_store(args) as store,
-        open_chosen_engine(args, name, chosen, group, store) as engine,
+        open_chosen_engine(args, chosen, group, store) as engine,
     ):
         yield engine
 
 
 def open_chosen_engine(
     args: argparse.Namespace,
-    name: str,
     chosen: Pack | None,
     group: Any = None,
     row_cache: Any = None,
     keeps_sessions: bool = True,
 ) -> Any:
-    """Returns the engine of the model `name` that the flags in `args` ask for; --engine auto must have been replaced.
+    """Returns the engine that the flags in `args` ask for; --engine auto must have been replaced.
 
     chosen: the packs of --pack, or None. group: the machines that the model is split over, None for one. row_cache: the
     row store, None for one of the engine's own. Raises `MlxZipError`.
@@ -65,17 +62,17 @@ def open_chosen_engine(
 
     engine_choice.check_engine_flags(args)
     check_draft_options(args.draft, args.num_draft_tokens)
-    options = _options_of_all_engines(args, name, chosen)
+    options = _options_of_all_engines(args, chosen)
     if args.engine == engine_choice.VLLM:
         vllm_args = parse_json_map("--vllm-args", args.vllm_args)
-        return engine_choice.open_vllm_engine(name, vllm_args, keep_sessions=keeps_sessions, **options)
+        return engine_choice.open_vllm_engine(args.model, vllm_args, keep_sessions=keeps_sessions, **options)
     options |= {
-        "sessions": _session_options(args, name) if keeps_sessions else None,
+        "sessions": _session_options(args) if keeps_sessions else None,
         "draft": args.draft,
         "prefill_step_size": args.prefill_step_size,
     }
     if args.engine != engine_choice.MLX:
-        return engine_choice.open_torch_engine(name, args.engine, **options)
+        return engine_choice.open_torch_engine(args.model, args.engine, **options)
     options |= {flag: getattr(args, flag) for flag in _MLX_FLAGS}
     options |= {
         "max_kv_size": getattr(args, "max_kv_size", None),  # serve and app have no such flag
@@ -85,13 +82,13 @@ def open_chosen_engine(
     if group is None:
         from mlx_zip.engine.mlx.mlx_engine import open_engine
 
-        return open_engine(name, **options)
+        return open_engine(args.model, **options)
     from mlx_zip.engine.mlx.split_engine import open_split_engine
 
-    return open_split_engine(group, name, **options)
+    return open_split_engine(group, args.model, **options)
 
 
-def _options_of_all_engines(args: argparse.Namespace, name: str, chosen: Pack | None) -> dict[str, Any]:
+def _options_of_all_engines(args: argparse.Namespace, chosen: Pack | None) -> dict[str, Any]:
     template = {} if args.chat_template is None else {"chat_template": _read_chat_template(args.chat_template)}
     return {
         "canonical": args.canonical,
@@ -100,14 +97,14 @@ def _options_of_all_engines(args: argparse.Namespace, name: str, chosen: Pack | 
         "max_running": args.decode_concurrency,
         "max_waiting": args.max_waiting,
         "max_prompt_tokens": args.max_prompt_tokens,
-        **pack_options(chosen, args.codebook_size, name),
+        **pack_options(chosen, args.codebook_size, args.model),
     }
 
 
-def _session_options(args: argparse.Namespace, name: str) -> Any:
+def _session_options(args: argparse.Namespace) -> Any:
     from mlx_zip.engine.sessions.store import SessionOptions
 
-    return SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name)
+    return SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, args.model)
 
 
 def report_engine_fault(fault: BaseException | None) -> int:
