@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if engines.is_torch_engine(args):
         return _generate_on_torch(args, prompt, sampling)
 
-    from mlx_zip.cli.machine_watch import watch_machines
-    from mlx_zip.models.machines import lost_machines_as_errors, wait_for_machines
+    from mlx_zip.models.machines import lost_machines_as_errors, wait_for_machines, watch_machines
 
     with lost_machines_as_errors(), watch_machines(group):
         status = _generate_on_mlx(args, prompt, sampling, group)

@@ -48,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if group is None:
         return _serve_first_machine(args, None, running)
 
-    from mlx_zip.cli.machine_watch import watch_machines
-    from mlx_zip.models.machines import is_first_machine
+    from mlx_zip.models.machines import is_first_machine, watch_machines
 
     if args.session_files:
         raise GenerationError("--session-files cannot be used on several machines: each has a share of the model only")
