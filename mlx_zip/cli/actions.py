@@ -121,6 +121,11 @@ def add_json_flag(add: Any) -> None:
     add("--json", action="store_true", help="print the result as one JSON object instead of text (default: off)")
 
 
+def add_tokenizer_flag(add: Any, purpose: str, end: str = "", required: bool = False) -> None:
+    """Declares --tokenizer. purpose, end: texts around the list of formats in the help."""
+    add("--tokenizer", required=required, metavar="NAME", help=f"{purpose}: {TOKENIZER_HELP}{end}")
+
+
 def add_data_flag(add: Any, purpose: str, end: str = "", **options: Any) -> None:
     """Declares --data. purpose, end: texts around the list of formats in the help. options: for `add`."""
     add("--data", nargs="+", metavar="FILE", help=f"{purpose}: {DATA_HELP}{end}", **options)
@@ -135,28 +140,6 @@ def add_held_out_flag(add: Any, measured: str, metavar: str = "FILE") -> None:
 def add_show_flag(add: Any, listed: str, default: int = 20) -> None:
     """Declares --show. listed: what is listed, for the help."""
     add("--show", type=int, default=default, metavar="N", help=f"number of {listed} (default: {default})")
-
-
-def read_first_stage_tokenizer(name: str) -> Any:
-    """Returns the `first_stage.TokenizerFile` of the tokenizer `name`, a value of --tokenizer (see `TOKENIZER_HELP`).
-
-    A .json list of tokens in hex is read too. SentencePiece and BERT files are converted to a tokenizer.json. Raises
-    `DataError` if no tokenizer can be read from `name`.
-    """
-    from mlx_zip.named import resolve_model_name
-    from mlx_zip.text.formats import find_gpt2_merges, is_tokenizer_file, read_tokenizer_file
-    from mlx_zip.text.hub import is_hub_id
-    from mlx_zip.text.tokenizers import tokenizer_folder
-    from mlx_zip.vocab.first_stage import TokenizerFile, open_tokenizer_file
-
-    path = resolve_model_name(name)
-    if is_hub_id(name) and not path.exists() and not is_tokenizer_file(path):
-        path = tokenizer_folder(name)
-    if path.is_dir() and not (path / "tokenizer.json").is_file():
-        path = find_gpt2_merges(path) or path
-    if path.is_file() and path.name.removesuffix(".gz").endswith((".model", "vocab.txt")):
-        return TokenizerFile(path, "tokenizer", read_tokenizer_file(path).to_str().encode())
-    return open_tokenizer_file(path)
 
 
 def read_texts(

@@ -9,7 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.cli.actions import add_json_flag, add_show_flag, print_action_result, read_standard_input
+from mlx_zip.cli.actions import (
+    add_json_flag,
+    add_show_flag,
+    add_tokenizer_flag,
+    print_action_result,
+    read_standard_input,
+)
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.named import resolve_model_name
 
@@ -24,12 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
     add("file", metavar="FILE", help="UTF-8 text file to compress, or - for standard input")
-    add(
-        "--tokenizer",
-        required=True,
-        help="tokenizer of the text: tokenizer file, folder, hub id or bundled model; a converted model also gives the "
-        "default codec settings",
-    )
+    end = "; a converted model also gives the default codec settings"
+    add_tokenizer_flag(add, "tokenizer of the text", end, required=True)
     add(
         "--merge-size",
         type=int,

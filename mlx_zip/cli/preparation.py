@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_pack_flag, add_separator_flag, add_trust_remote_code_flag
-from mlx_zip.cli.actions import DATA_HELP, TOKENIZER_HELP
+from mlx_zip.cli.actions import DATA_HELP, add_tokenizer_flag
 from mlx_zip.errors import DataError
 from mlx_zip.files import expand_home
 from mlx_zip.progress import pluralize
@@ -81,7 +81,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         help="model folder, bundled model or hub id; gives the tokenizer and, if it is a zip2zip model, the codec",
     )
-    add("--tokenizer", help=f"tokenizer to use instead of --model: {TOKENIZER_HELP}")
+    add_tokenizer_flag(add, "tokenizer to use instead of --model")
     add_text_flags(parser)
 
 
@@ -102,6 +102,18 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         "paper's mixture",
     )
     add_separator_flag(add)
+    add_columns_flag(add)
+    add(
+        "--subset",
+        nargs="+",
+        default=[],
+        help="subsets of a data set to read, one row of each in turn (default: its default subset)",
+    )
+    add("--split", help="split of a data set to read (default: train)")
+
+
+def add_columns_flag(add: Any) -> None:
+    """Declares --columns, whose values `parse_columns` reads."""
     add(
         "--columns",
         nargs="+",
@@ -110,13 +122,6 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         help="columns whose names differ from those of the fields text, messages, prompt, completion and tools: "
         "text=content reads the text from the column content (default: each column has its field's name)",
     )
-    add(
-        "--subset",
-        nargs="+",
-        default=[],
-        help="subsets of a data set to read, one row of each in turn (default: its default subset)",
-    )
-    add("--split", help="split of a data set to read (default: train)")
 
 
 def add_codec_flags(parser: argparse.ArgumentParser) -> None:
@@ -153,16 +158,13 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.out:
         raise DataError("--out is empty: name the folder to write")
-    options = make_prepare_options(args, out=expand_home(args.out), pack=_single_pack_path(args.pack))
+    if args.pack is not None and len(args.pack) > 1:
+        raise DataError("prepare takes one --pack: merge several first with `mlx_zip vocab pack merge`")
+    pack = None if args.pack is None else Path(args.pack[0])
+    options = make_prepare_options(args, out=expand_home(args.out), pack=pack)
     workers = args.workers if args.workers is not None else min(_MOST_WORKERS, os.cpu_count() or 1)
     print(format_prepared_summary(args.out, prepare_data(options, workers, progress=True)))
     return 0
-
-
-def _single_pack_path(files: list[str] | None) -> Path | None:
-    if files is not None and len(files) > 1:
-        raise DataError("prepare takes one --pack: merge several first with `mlx_zip vocab pack merge`")
-    return None if files is None else Path(files[0])
 
 
 def make_prepare_options(args: argparse.Namespace, **changed: Any) -> Any:

@@ -150,10 +150,8 @@ def run(args: argparse.Namespace) -> int:
     """Trains the model. Returns 0, or 129, 130 or 143 if a signal ended the run, whose last step is then saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
     values = _merge_file_and_flags(_read_train_config(args.config), given)
-    options, settings = (
-        _make_run_options(values),
-        TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values}),
-    )
+    options = _make_run_options(values)
+    settings = TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
     if values.get("plot"):
         from mlx_zip.training.run_metrics import load_matplotlib
 
@@ -263,11 +261,13 @@ def _add_setting_flags(
 def add_training_flags(add: Any, defaults: Mapping[str, Any]) -> None:
     """Declares the training settings in `defaults` as flags, for a command with defaults of its own.
 
-    add: a parser's `add_argument`. defaults: setting -> default.
+    add: a parser's `add_argument`. defaults: setting -> default, or (default, help text in place of the setting's own).
     """
     known = {one.name: one for one in fields(TrainSettings)}
-    for name, default in defaults.items():
-        _add_setting_flag(add, name, known[name], default, setting_help_text(known[name], default))
+    for name, given in defaults.items():
+        default, text = given if isinstance(given, tuple) else (given, None)
+        shown = setting_help_text(known[name], default) if text is None else f"{text} (default: {default})"
+        _add_setting_flag(add, name, known[name], default, shown)
 
 
 def _add_setting_flag(add: Any, name: str, one: Field[Any], default: Any, text: str) -> None:

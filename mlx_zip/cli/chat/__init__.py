@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -23,9 +24,10 @@ from mlx_zip.cli.generation_flags import (
 )
 from mlx_zip.cli.serving.serving_flags import add_model_flags, add_session_flags, check_serving_flags
 from mlx_zip.errors import GenerationError, import_or_explain
-from mlx_zip.packs.chosen import read_packs
+from mlx_zip.packs.chosen import choose_request_pack, read_packs
 
 MAX_TOKENS = 256
+_DUMB = ("", "dumb", "unknown")  # values of TERM for terminals without control sequences
 _LIBRARIES = ("prompt_toolkit", "rich")
 
 
@@ -73,11 +75,17 @@ def run(args: argparse.Namespace) -> int:
 
     from mlx_zip.cli.chat.commands import run_chat_loop
     from mlx_zip.cli.chat.conversation import Conversation
-    from mlx_zip.cli.chat.program import Program
-    from mlx_zip.cli.serving.opening import choose_request_pack, open_engine_from_flags
+    from mlx_zip.cli.chat.program import Program, Settings
+    from mlx_zip.cli.serving.opening import open_engine_from_flags
     from mlx_zip.text.tokenizers import add_eos_tokens
 
-    settings = _make_chat_settings(args)
+    sampling = read_sampling_flags(args)
+    settings = Settings(
+        max_tokens=args.max_tokens or (named.MAX_TOKENS if args.model == named.DEFAULT else MAX_TOKENS),
+        seed=sampling.pop("seed"),
+        sampling=sampling,
+        template_options=parse_json_map("--chat-template-args", args.chat_template_args),
+    )
     with open_engine_from_flags(args, chosen) as engine:
         if not engine.tokenizer.has_chat_template:
             raise GenerationError(f"{args.model}: its tokenizer has no chat template; give one with --chat-template")
@@ -88,21 +96,6 @@ def run(args: argparse.Namespace) -> int:
         with front:
             front.show_model(args.model, engine.info)
             return run_chat_loop(program)
-
-
-def _make_chat_settings(args: argparse.Namespace) -> Any:
-    """Returns the settings of the chat's answers. Raises `GenerationError` if a sampling flag is out of range."""
-    from mlx_zip.cli.chat.program import Settings
-
-    sampling = read_sampling_flags(args)
-    seed = sampling.pop("seed")
-    default = named.MAX_TOKENS if args.model == named.DEFAULT else MAX_TOKENS
-    return Settings(
-        max_tokens=args.max_tokens or default,
-        sampling=sampling,
-        seed=seed,
-        template_options=parse_json_map("--chat-template-args", args.chat_template_args),
-    )
 
 
 def _choose_chat_front(args: argparse.Namespace) -> Any:
@@ -116,7 +109,7 @@ def _choose_chat_front(args: argparse.Namespace) -> Any:
         if out is not None:
             out.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     coloured = colours.should_colour(args.color, sys.stdout)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()) or terminal.is_dumb_terminal():
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "") in _DUMB:
         from mlx_zip.cli.chat.front import Front
 
         return Front(coloured)

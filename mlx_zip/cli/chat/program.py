@@ -13,7 +13,7 @@ from mlx_zip.cli.chat.conversation import Conversation, HypertokenUse
 from mlx_zip.cli.chat.front import Front
 from mlx_zip.engine import Counted, Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
 from mlx_zip.errors import GenerationError
-from mlx_zip.packs.chosen import read_packs
+from mlx_zip.packs.chosen import check_pack_fits_slots, read_packs
 from mlx_zip.progress import pluralize
 from mlx_zip.text.prompts import check_system_message
 from mlx_zip.text.stream import TextStream
@@ -119,8 +119,7 @@ class Program:
         chosen = read_packs(list(names))
         assert chosen is not None
         chosen.check_made_for(self.engine.tokenizer)
-        if (count := len(chosen)) > (room := self.engine.info.codebook_size):
-            raise GenerationError(f"/pack: {count} entries, but the codebook has {room} slots (--codebook-size)")
+        check_pack_fits_slots(chosen, self.engine.info.codebook_size)
         self.pack, self.pack_names = chosen, list(chosen.by_name)
 
     def describe_start_pack(self) -> str:
@@ -309,7 +308,9 @@ class _Totals:
         yield f"last prompt: {pluralize(last.prompt_tokens, 'base token')}, {last.cached_tokens:,} of them cached"
         if last.codebook_size:
             yield f"codebook: {last.entries:,} of {pluralize(last.codebook_size, 'entry')}"
-            yield f"KV cache: {_bytes_in_words(last.kv_bytes_saved)} saved"
+            saved = last.kv_bytes_saved
+            sizes = (f"{saved / unit:.1f} {name}" for unit, name in _UNITS if saved >= unit)
+            yield f"KV cache: {next(sizes, pluralize(saved, 'byte'))} saved"
 
 
 def _steps_in_words(base_tokens: int, steps: int) -> str:
@@ -317,7 +318,3 @@ def _steps_in_words(base_tokens: int, steps: int) -> str:
     rate = f" ({base_tokens / steps:.2f} per step)" if steps else ""
     saved = f", {pluralize(base_tokens - steps, 'step')} saved" if base_tokens > steps else ""
     return f"{pluralize(base_tokens, 'base token')} in {pluralize(steps, 'step')}{rate}{saved}"
-
-
-def _bytes_in_words(count: int) -> str:
-    return next((f"{count / unit:.1f} {name}" for unit, name in _UNITS if count >= unit), pluralize(count, "byte"))

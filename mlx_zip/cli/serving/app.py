@@ -82,10 +82,9 @@ def run(args: argparse.Namespace) -> int:
     file = None if args.no_history else expand_home(args.data) if args.data else kept.default_file()
     if args.purge:
         return _purge_conversations(kept, file)
-    with (
-        _open_page_listener(running, args.port) as listener,
-        closing(_open_conversation_store(kept, file)) as store,
-    ):
+    with errors_as(GenerationError, f"--port {args.port}", OSError, end="; choose another --port"):
+        page = running.open_listener(args.port)
+    with page as listener, closing(_open_conversation_store(kept, file)) as store:
         if store.database.note:
             print(f"note: {store.database.note}", file=sys.stderr)
         fault = _open_model_and_serve_app(args, running, listener, store)
@@ -102,7 +101,15 @@ def _open_model_and_serve_app(
         from mlx_zip.engine.engines import Engines, make_other_models
 
         rival, open_model = args.race_against, partial(_open_other_model, asked)
-        options = _make_app_server_options(args, running.new_token(), server_pack_options(chosen, args.model, engine))
+        options = import_module("mlx_zip.server.options").Options(
+            model=args.model,
+            max_tokens=args.max_tokens,
+            sampling=read_sampling_flags(args),
+            template_options=parse_json_map("--chat-template-args", args.chat_template_args),
+            api_key=running.new_token(),
+            drain_s=2.0,
+            **server_pack_options(chosen, args.model, engine),
+        )
         ceiling = engine.ceiling()
         settings = _import_chat_app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         storage = None if args.no_history or not args.window else _window_folder()
@@ -156,11 +163,6 @@ def _import_chat_app_module(name: str) -> Any:
     return import_or_explain(f"mlx_zip.apps.chat.{name}", "mlx_zip app", *SERVER_LIBRARIES, extra="serve")
 
 
-def _open_page_listener(running: Any, port: int | None) -> Any:
-    with errors_as(GenerationError, f"--port {port}", OSError, end="; choose another --port"):
-        return running.open_listener(port)
-
-
 def _open_conversation_store(kept: Any, file: Any) -> Any:
     """Returns the store of conversations in `file`, None for memory. Raises `GenerationError` for an unusable file."""
     try:
@@ -177,15 +179,3 @@ def _purge_conversations(kept: Any, file: Any) -> int:
             count = store.purge()
     print(f"deleted: {pluralize(count, 'conversation')}")
     return 0
-
-
-def _make_app_server_options(args: argparse.Namespace, token: str, more: dict[str, Any]) -> Any:
-    return import_module("mlx_zip.server.options").Options(
-        model=args.model,
-        max_tokens=args.max_tokens,
-        sampling=read_sampling_flags(args),
-        template_options=parse_json_map("--chat-template-args", args.chat_template_args),
-        api_key=token,
-        drain_s=2.0,
-        **more,
-    )

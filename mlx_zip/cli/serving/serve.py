@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least, parse_json_map
@@ -53,11 +52,9 @@ def run(args: argparse.Namespace) -> int:
     if args.session_files:
         raise GenerationError("--session-files cannot be used on several machines: each has a share of the model only")
     with watch_machines(group):
-        return (
-            _serve_first_machine(args, group, running)
-            if is_first_machine(group)
-            else _follow_first_machine(args, group)
-        )
+        if is_first_machine(group):
+            return _serve_first_machine(args, group, running)
+        return _follow_first_machine(args, group)
 
 
 def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> int:
@@ -116,30 +113,25 @@ def _bind_listener(running: Any, host: str, port: int, key: str | None) -> Any:
 
 def _make_serve_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of the server's `Options` that are set by flags, except those for packs."""
-    key, hosts = _api_key(args), _allowed_hosts(args)
+    if args.api_key == "":  # it would let anybody in
+        raise GenerationError(f"--api-key is empty; leave it away to let everybody in, or set {API_KEY}")
+    files = None if args.session_files is None else expand_home(args.session_files)
+    if files is not None and not files.is_dir():
+        raise GenerationError(f"--session-files {args.session_files}: there is no such folder")
     return {
         "model": args.model,
         **({} if args.max_tokens is None else dict.fromkeys(("max_tokens", "max_tokens_with_tools"), args.max_tokens)),
         "sampling": read_sampling_flags(args),
         "template_options": parse_json_map("--chat-template-args", args.chat_template_args),
-        "api_key": key,
+        "api_key": args.api_key or os.environ.get(API_KEY) or None,
         "allowed_origins": args.allowed_origins,
-        "hosts": hosts,
+        "hosts": _allowed_hosts(args),
         "max_body_bytes": args.max_body_bytes,
         "responses_folder": None if (folder := session_folder(args)) is None else folder / "responses",
-        "session_files": None
-        if args.session_files is None
-        else _existing_folder("--session-files", args.session_files),
+        "session_files": files,
         "drain_s": args.drain,
         "show_text": args.show_text,
     }
-
-
-def _api_key(args: argparse.Namespace) -> str | None:
-    """Returns the API key, None for none. Raises `GenerationError` if --api-key is empty: it would let anybody in."""
-    if args.api_key == "":
-        raise GenerationError(f"--api-key is empty; leave it away to let everybody in, or set {API_KEY}")
-    return args.api_key or os.environ.get(API_KEY) or None
 
 
 def _allowed_hosts(args: argparse.Namespace) -> frozenset[str] | None:
@@ -157,9 +149,3 @@ def _is_loopback(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
-
-
-def _existing_folder(flag: str, given: str) -> Path:
-    if not (path := expand_home(given)).is_dir():
-        raise GenerationError(f"{flag} {given}: there is no such folder")
-    return path

@@ -12,17 +12,16 @@ from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes_flag
 from mlx_zip.cli.actions import (
-    TOKENIZER_HELP,
     add_data_flag,
     add_held_out_flag,
     add_json_flag,
+    add_tokenizer_flag,
     checked_output_path,
     format_record,
     iterate_with_progress,
-    read_first_stage_tokenizer,
     read_texts,
 )
-from mlx_zip.cli.preparation import parse_columns
+from mlx_zip.cli.preparation import add_columns_flag, parse_columns
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.named import resolve_model_name
@@ -46,7 +45,7 @@ EXAMPLES = """examples:
 
 def _add_adapt_learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER_HELP}")
+    add_tokenizer_flag(add, "tokenizer to adapt", required=True)
     add_data_flag(add, "texts to adapt the tokenizer to", required=True)
     add_held_out_flag(add, "adapted tokenizer")
     add(
@@ -110,13 +109,7 @@ def _add_adapt_learn_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_adapt_text_flags(add: Any, texts: str) -> None:
     """Declares the flags that `learn` and `show` share. texts: what --limit-bytes limits."""
-    add(
-        "--columns",
-        nargs="+",
-        default=[],
-        metavar="FIELD=COLUMN",
-        help="column of .jsonl records that holds the text, as text=COLUMN (default: text)",
-    )
+    add_columns_flag(add)
     add_limit_bytes_flag(add, texts)
     add_plot_flag(add, "bytes per token of the adapted and the base tokenizer")
     add_json_flag(add)
@@ -124,6 +117,7 @@ def _add_adapt_text_flags(add: Any, texts: str) -> None:
 
 def _run_adapt_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.files import write_json
+    from mlx_zip.text.tokenizers import read_first_stage_tokenizer
     from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
     from mlx_zip.vocab.adaptbpe.tokenizer_json import exact_tokenizer_json
@@ -183,27 +177,21 @@ def _adapt_method_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _add_adapt_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        help=f"tokenizer that was adapted, to check that and to count its tokens in --data too: {TOKENIZER_HELP}",
-    )
+    add_tokenizer_flag(add, "tokenizer that was adapted, to check that and to count its tokens in --data too")
     add_data_flag(add, "texts to count tokens in", default=[])
     _add_adapt_text_flags(add, "--data")
 
 
 def _run_adapt_show(args: argparse.Namespace) -> dict[str, Any]:
+    from mlx_zip.text.tokenizers import read_first_stage_tokenizer
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted_vocabulary
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
     from mlx_zip.vocab.adaptbpe.merge_list import PIECES
 
     if args.plot is not None and not args.data:
         raise GenerationError("--plot draws the tokens of texts: name some with --data")
-    plot, vocabulary, base = (
-        checked_plot_path(args.plot, [*args.data, args.file]),
-        read_adapted_vocabulary(args.file),
-        None,
-    )
+    plot = checked_plot_path(args.plot, [*args.data, args.file])
+    vocabulary, base = read_adapted_vocabulary(args.file), None
     if args.tokenizer is not None:
         pieces = vocabulary.splitter.pieces  # other pieces than those in PIECES come from the base's own file
         base = read_base_vocabulary(read_first_stage_tokenizer(args.tokenizer), pieces if pieces in PIECES else None)
@@ -289,21 +277,7 @@ def _parse_id_words(name: str, text: str) -> list[int]:
 def _adapted_vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
     """Returns counts and settings of an adapted tokenizer, for --json. base: its base tokenizer, None if unknown."""
     of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
-    return {
-        "base": vocabulary.name,
-        "base_ids": vocabulary.base_ids,
-        "ids": len(vocabulary),
-        "method": vocabulary.method,
-        "rule": vocabulary.rule,
-        "merges": vocabulary.actual_merges,
-        "virtual": len(vocabulary.virtual),
-        "promoted": len(vocabulary.merges) - vocabulary.first,
-        "added_tokens": len(vocabulary.splitter.added),
-        "letters": vocabulary.letters,
-        "settings": vocabulary.settings,
-        "fingerprint": vocabulary.fingerprint,
-        **of_base,
-    }
+    return vocabulary.stats() | of_base
 
 
 def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, check_flags_at_least
 from mlx_zip.cli.actions import (
     DATA_HELP,
-    TOKENIZER_HELP,
     Action,
     add_data_flag,
     add_json_flag,
     add_show_flag,
+    add_tokenizer_flag,
     checked_output_path,
     format_record,
-    read_first_stage_tokenizer,
     read_texts,
 )
 from mlx_zip.cli.generation import read_prompt
@@ -90,15 +88,13 @@ def _add_patch_flags(add: Any) -> None:
 
 
 def _add_tokenizer_flag(add: Any) -> None:
-    add(
-        "--tokenizer",
-        required=True,
-        metavar="NAME",
-        help=f"tokenizer whose tokens become patches: {TOKENIZER_HELP}; or a .json list of tokens in hex",
+    add_tokenizer_flag(
+        add, "tokenizer whose tokens become patches", "; or a .json list of tokens in hex", required=True
     )
 
 
 def _run_hbpe_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.text.tokenizers import read_first_stage_tokenizer
     from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
     from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
@@ -111,8 +107,7 @@ def _run_hbpe_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     with errors_as(DataError, str(out), OSError):
         table.save(out)
     pool = len(tokens_too_long(tokens, args.patch_size))
-    record, lines = _describe_patch_table(table, args.show, learned.counts.tolist())
-    _draw_patch_lengths(plot, record)
+    record, lines = _describe_patch_table(table, args.show, plot, learned.counts.tolist())
     record["tokens_too_long"] = pool
     return record, [f"{out} is written; merges were learned from {pool} tokens that did not fit", *lines]
 
@@ -122,39 +117,23 @@ def _run_hbpe_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
 
     check_flags_at_least(args, 0, "show")
     plot = checked_plot_path(args.plot, read=[args.table])
-    record, lines = _describe_patch_table(PatchTable.load(args.table), args.show)
-    _draw_patch_lengths(plot, record)
-    return record, lines
+    return _describe_patch_table(PatchTable.load(args.table), args.show, plot)
 
 
-def _draw_patch_lengths(path: Path | None, record: dict[str, Any]) -> None:
-    """Draws the number of patches of each length, unless `path` is None. record: from `_describe_patch_table`."""
-    if path is not None:
-        lengths = {str(length): count for length, count in record["patch_lengths"].items()}
-        draw_bars(path, {"patches": lengths}, ("symbols of a patch", "patches"))
-
-
-def _describe_patch_table(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
+def _describe_patch_table(
+    table: Any, show: int, plot: Path | None, counts: list[int] | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """Returns the contents of a patch table as a record for --json and as lines to print.
 
-    show: number of merges that the lines list. counts: per merge, how often its pair occurred when the merge was
-    learned; None for a table from a file, which does not hold counts.
+    show: number of merges that the lines list. plot: file to draw the number of patches of each length in, or None.
+    counts: per merge, how often its pair occurred when the merge was learned; None for a table from a file, which does
+    not hold counts.
     """
-    spelled = table.merges.bytes_of_symbols
-    lengths = Counter(table.lengths.tolist())
-    record = {
-        "tokens": len(table),
-        "patch_size": table.patch_size,
-        "mode": table.mode,
-        "merges": [list(pair) for pair in table.merges.pairs],
-        "symbols": table.merges.symbols,
-        "table_bytes": table.rows.nbytes,
-        "longest_token_bytes": max(map(len, table.tokens), default=0),
-        "patch_lengths": dict(sorted(lengths.items())),
-        "fingerprint": table.fingerprint,
-        **({} if counts is None else {"counts": counts}),
-    }
-    lines = [*format_record(record), ""]
+    record = table.stats() | ({} if counts is None else {"counts": counts})
+    if plot is not None:
+        heights = {str(length): count for length, count in record["patch_lengths"].items()}
+        draw_bars(plot, {"patches": heights}, ("symbols of a patch", "patches"))
+    lines, spelled = [*format_record(record), ""], table.merges.bytes_of_symbols
     for k, (left, right) in enumerate(table.merges.pairs[:show]):
         seen = "" if counts is None else f", seen {counts[k]} times"
         lines.append(f"{257 + k:>6} = {left} {right}  {_format_token_bytes(spelled[257 + k])}{seen}")
@@ -164,16 +143,14 @@ def _describe_patch_table(table: Any, show: int, counts: list[int] | None = None
 def _run_hbpe_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.cli.compression import read_file_or_standard_input
     from mlx_zip.text.formats import read_tokenizer_file
+    from mlx_zip.text.tokenizers import read_first_stage_tokenizer
     from mlx_zip.vocab.hbpe.measures import fertility, word_count
     from mlx_zip.vocab.hbpe.patch_table import PatchTable
     from mlx_zip.vocab.hbpe.patch_text import make_text_encoder
 
     check_flags_at_least(args, 0, "show")
-    text, table, tokenizer = (
-        read_file_or_standard_input(args.data),
-        PatchTable.load(args.table),
-        read_first_stage_tokenizer(args.tokenizer),
-    )
+    text, table = read_file_or_standard_input(args.data), PatchTable.load(args.table)
+    tokenizer = read_first_stage_tokenizer(args.tokenizer)
     table.check_tokens(tokenizer.tokens())
     ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split
     ids = list(make_text_encoder(read_tokenizer_file(tokenizer.path) if ranks else tokenizer.build_tokenizer())(text))
@@ -210,11 +187,11 @@ def _format_token_bytes(token: bytes) -> str:
 
 _SIZES = ("vocab_size", "patch_size", "mode", "context", "latent", "local")
 _SETTINGS = {
-    "iters": 1000,
-    "batch_size": 8,
-    "learning_rate": 1e-3,
+    "iters": (1000, "number of optimizer steps in the whole run"),
+    "batch_size": (8, "number of windows per step"),
+    "learning_rate": (1e-3, "peak learning rate of the cosine schedule, which ends at a twentieth of it"),
     "warmup": 0,
-    "seed": 0,
+    "seed": (0, "random seed of new weights and of the order of the windows"),
     "steps_per_report": 10,
     "save_every": 100,
 }

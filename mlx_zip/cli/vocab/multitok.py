@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import add_separator_flag, check_flags_at_least
 from mlx_zip.cli.actions import (
-    TOKENIZER_HELP,
     add_data_flag,
     add_held_out_flag,
     add_json_flag,
     add_show_flag,
+    add_tokenizer_flag,
     checked_output_path,
     format_record,
     iterate_with_progress,
@@ -46,13 +46,9 @@ def _add_text_flags(add: Any, unk_id: str) -> None:
 
     unk_id: the default of --unk-id, for its help line.
     """
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        help=f"tokenizer whose ids are the units: {TOKENIZER_HELP} (default: the units are words between blanks)",
-    )
+    add_tokenizer_flag(add, "tokenizer whose ids are the units", " (default: the units are words between blanks)")
     add_data_flag(add, "texts to read", "; each record and each .txt file is one sample", required=True)
-    add("--separator", metavar="LINE", help="line that ends a sample in a .txt file (default: a file is one sample)")
+    add_separator_flag(add)
     add("--lines", action="store_true", help="take each line of a text as one sample (default: off)")
     add("--window", type=int, metavar="N", help="maximum number of units in a phrase; 0: no maximum (default: 0)")
     add(
@@ -289,11 +285,7 @@ def _run_multitok_encode(args: argparse.Namespace) -> Any:
 def _add_multitok_stats_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=_DICTIONARY)
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        help=f"tokenizer that shows phrases of ids as text: {TOKENIZER_HELP} (default: show the ids)",
-    )
+    add_tokenizer_flag(add, "tokenizer that shows phrases of ids as text", " (default: show the ids)")
     add_show_flag(add, "phrases to list, those that save most units first")
     add_plot_flag(add, "how often training used each phrase")
     add_json_flag(add)
@@ -332,7 +324,7 @@ def _run_multitok_stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[
 def _add_multitok_export_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=f"{_DICTIONARY} with --tokenizer")
-    add("--tokenizer", metavar="NAME", help=f"tokenizer that the dictionary was trained with: {TOKENIZER_HELP}")
+    add_tokenizer_flag(add, "tokenizer that the dictionary was trained with")
     add("--out", required=True, metavar="PACK", help="file to write the pack to (.npz)")
     add(
         "--size",

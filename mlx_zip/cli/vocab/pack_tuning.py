@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ EXAMPLE = """example:
 """
 HELD_OUT = 20  # without --valid, every 20th window of --data is held out
 _DEFAULTS = {
-    "iters": 300,
-    "batch_size": 8,
+    "iters": (300, "number of optimizer steps in the whole run"),
+    "batch_size": (8, "number of windows per step"),
     "learning_rate": 2e-3,
     "min_learning_rate": 1e-4,
     "warmup": 0,
     "max_grad_norm": 1.0,
-    "seed": 0,
+    "seed": (0, "random seed of the order of the windows"),
     "steps_per_report": 10,
     "steps_per_eval": 100,
     "save_every": 50,
@@ -173,19 +174,9 @@ def _read_tuning_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) ->
         held = windows((make_similar_source(args.valid, own[0]),), args.valid_ids)
         if not held:
             raise DataError(f"--valid {' '.join(args.valid)}: no text to validate on")
-    held = _first_windows(held, args.valid_ids)
+    read = accumulate(len(one.ids) for one in held)
+    held = [one for one, ids in zip(held, read, strict=True) if ids <= args.valid_ids] or held[:1]
     return compress_windows(plan.params, data, "--data"), compress_windows(plan.params, held, "the held-out text")
-
-
-def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
-    """Returns the first windows that together have at most `most_ids` base ids, but at least one window."""
-    kept, ids = [], 0
-    for one in windows:
-        if kept and ids + len(one.ids) > most_ids:
-            break
-        kept.append(one)
-        ids += len(one.ids)
-    return kept
 
 
 def _write_tuned_pack(

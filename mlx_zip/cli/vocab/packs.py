@@ -10,10 +10,10 @@ from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.cli.actions import (
-    TOKENIZER_HELP,
     add_held_out_flag,
     add_json_flag,
     add_show_flag,
+    add_tokenizer_flag,
     checked_output_path,
     format_record,
 )
@@ -177,12 +177,8 @@ def _make_learn_progress(count: ProgressBar) -> Any:
 def _add_pack_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="pack file to show (.npz, .json or .npy)")
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        help=f"tokenizer that shows entries as text: {TOKENIZER_HELP} (default: show the texts in the pack, else base "
-        "ids)",
-    )
+    default = " (default: show the texts in the pack, else base ids)"
+    add_tokenizer_flag(add, "tokenizer that shows entries as text", default)
     add_show_flag(add, "entries to list, best first")
     add_plot_flag(add, "how often each entry was used in the texts learned from")
     add_json_flag(add)
