@@ -145,7 +145,6 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--disable",
-        type=_parse_disabled_ids,
         metavar="IDS",
         help="ids that never become part of a hypertoken, separated by commas (default: the model's own list, "
         "else the special tokens)",
@@ -172,7 +171,11 @@ def make_prepare_options(args: argparse.Namespace, **changed: Any) -> Any:
     from mlx_zip.training.prepare.plan import PrepareOptions
 
     options = {one.name: getattr(args, one.name) for one in fields(PrepareOptions) if hasattr(args, one.name)}
-    options |= {"sources": make_sources(args), "protect": tuple(getattr(args, "protect", ()))}
+    options |= {
+        "sources": make_sources(args),
+        "disable": _parse_disabled_ids(getattr(args, "disable", None)),
+        "protect": tuple(getattr(args, "protect", ())),
+    }
     return PrepareOptions(**options | changed)
 
 
@@ -226,8 +229,10 @@ def parse_columns(given: Sequence[str]) -> dict[str, str]:
     return columns
 
 
-def _parse_disabled_ids(text: str) -> tuple[int, ...]:
-    """Returns the ids in a value of --disable. Raises `DataError` if the value is not a list of ids."""
+def _parse_disabled_ids(text: str | None) -> tuple[int, ...] | None:
+    """Returns the ids in a value of --disable, None for None. Raises `DataError` if the value is not a list of ids."""
+    if text is None:
+        return None
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) < 12 for part in parts):
         raise DataError(f"--disable {text!r} is not a list of ids with commas between")
