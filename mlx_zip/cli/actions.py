@@ -104,8 +104,9 @@ def _format_figure(value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:,.5g}" if isinstance(value, float) else f"{value:,}"
     texts = [f"{key}: {one}" for key, one in value.items()] if isinstance(value, Mapping) else value
-    are_texts = isinstance(texts, list | tuple) and all(map(_is_text, texts))
-    return escape_unprintable(texts if _is_text(texts) else ", ".join(texts) if are_texts else "")
+    if isinstance(texts, list | tuple) and all(map(_is_text, texts)):
+        texts = ", ".join(texts)
+    return escape_unprintable(texts) if isinstance(texts, str) else ""
 
 
 def _is_text(value: Any) -> bool:

@@ -186,11 +186,12 @@ def _make_run_options(values: dict[str, Any]) -> RunOptions:
         if not values.get(name):
             raise TrainingError(f"--{name} is missing")
     encoder = {name: values[named] for name, named in ENCODER_FLAGS.items() if values.get(named) is not None}
-    chosen = {one.name: values[one.name] for one in fields(RunOptions) if one.name in values}
+    chosen: dict[str, Any] = {one.name: values[one.name] for one in fields(RunOptions) if one.name in values}
     chosen |= {name: _folder_paths(values.get(name) or []) for name in _FOLDERS}
     paths = {"out": "out", "init_from": "init_from", "scratch": "from_scratch", "tokenizer": "tokenizer"}
     chosen |= {name: expand_home(values[flag]) for name, flag in paths.items() if values.get(flag) is not None}
-    return RunOptions(**chosen | {"encoder": EncoderOptions(**encoder)})
+    chosen["encoder"] = EncoderOptions(**encoder)
+    return RunOptions(**chosen)
 
 
 def report_stop(step: int, number: int) -> int:
