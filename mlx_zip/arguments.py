@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -121,16 +122,17 @@ def suggest_nearest(word: str, choices: Iterable[str]) -> str:
 # ---- shared flags and checks
 
 
-def check_flags_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Raises `DataError` if one of the named flags has a value below `least`. Flags that were not given are skipped.
+def check_flags_at_least(args: argparse.Namespace, least: float, *names: str, below: float = math.inf) -> None:
+    """Raises `DataError` unless the named flags have values from `least` on and below `below`. Skips flags not given.
 
     names: attributes of `args`, for example "most_ids" for --most-ids. If a flag has several values, all are checked.
     """
     for name in names:
         value = getattr(args, name)
         for one in value if isinstance(value, list | tuple) else [value]:
-            if one is not None and one < least:
-                raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {one}")
+            if one is not None and not least <= one < below:
+                bounds = f"{least}" if below == math.inf else f"{least} and below {below}"
+                raise DataError(f"--{name.replace('_', '-')} must be at least {bounds}, got {one}")
 
 
 def add_trust_remote_code_flag(add: Any) -> None:
