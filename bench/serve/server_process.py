@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 import subprocess
@@ -57,7 +56,7 @@ class ServerProcess:
             if self.process.poll() is not None:
                 raise MlxZipError(f"the server {' '.join(self.words)} ended at once: {self.last_line()}")
             try:
-                if asyncio.run(send_request(self.port, "/health", timeout_s=5)).status == 200:
+                if send_request(self.port, "/health", timeout_s=5).status == 200:
                     return
             except MlxZipError:  # the server does not listen yet
                 time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Times `mlx_zip serve` from raw sockets, and compares it with `generate` and with mlx-lm's server on the base model.
+"""Times `mlx_zip serve` over HTTP, and compares it with `generate` and with mlx-lm's server on the base model.
 
 Servers run as separate processes for the whole run. Each trial asks every server in every way, in changing order.
 """
@@ -6,10 +6,10 @@ Servers run as separate processes for the whole run. Each trial asks every serve
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
@@ -60,9 +60,7 @@ def run(args: argparse.Namespace) -> int:
             ),
         }
         asked = {
-            name: AskedServer(
-                server.port, "default_model" if name == "mlx-lm" else asyncio.run(served_model_name(server.port))
-            )
+            name: AskedServer(server.port, "default_model" if name == "mlx-lm" else served_model_name(server.port))
             for name, server in servers.items()
         }
         figures = {
@@ -94,7 +92,7 @@ def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: arg
 
     def ask(trial: int) -> Reply:
         wait_and_free_memory()
-        return asyncio.run(asked.answer(request_of_trial(trial), args.max_tokens))
+        return asked.answer(request_of_trial(trial), args.max_tokens)
 
     def generate_here(trial: int) -> float:
         wait_and_free_memory()
@@ -138,7 +136,7 @@ def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namesp
         """Returns base tokens/s and the unfairness."""
         wait_and_free_memory()
         texts = [request_of_trial(trial * args.streams + i) for i in range(args.streams)]
-        replies, seconds = asyncio.run(ask_all(asked[name], texts, args.max_tokens, way == "streams"))
+        replies, seconds = ask_all(asked[name], texts, args.max_tokens, way == "streams")
         return sum(answered_tokens(reply) for reply in replies) / seconds, unfairness_ratio(replies)
 
     pairs = product(asked, ("one_stream", "streams"))
@@ -155,14 +153,10 @@ def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namesp
     return found
 
 
-async def ask_all(
-    asked: AskedServer, texts: Sequence[str], max_tokens: int, together: bool
-) -> tuple[list[Reply], float]:
+def ask_all(asked: AskedServer, texts: Sequence[str], max_tokens: int, together: bool) -> tuple[list[Reply], float]:
     begun = time.perf_counter()
-    if together:
-        replies = list(await asyncio.gather(*(asked.answer(text, max_tokens) for text in texts)))
-    else:
-        replies = [await asked.answer(text, max_tokens) for text in texts]
+    with ThreadPoolExecutor(len(texts) if together else 1) as pool:
+        replies = list(pool.map(lambda text: asked.answer(text, max_tokens), texts))
     return replies, time.perf_counter() - begun
 
 
@@ -184,7 +178,7 @@ def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[st
 
     def run(prompts: Sequence[int], trial: int) -> float:
         texts = [long_prompt(args.prompt_words, 3 * trial + i) for i in prompts]
-        return max(map(first_text_s, asyncio.run(ask_all(asked, texts, 4, True))[0]))
+        return max(map(first_text_s, ask_all(asked, texts, 4, True)[0]))
 
     found = run_in_turns({"alone": partial(run, [0]), "together": partial(run, [1, 2])}, args.trials, "Two prompts")
     ratios = [b / a for a, b in zip(found["alone"], found["together"], strict=True)]
