@@ -24,7 +24,7 @@ from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
 
-from .recording import load_before_bench, print_record, run_in_turns, summarize_samples
+from .recording import load_before_bench, run_in_turns, summarize_samples
 
 try:
     import zip2zip_compression as upstream
@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per measurement. Raises `MlxZipError` if a flag is out of range or a file cannot be read."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per measurement. Raises `MlxZipError` if a flag is out of range or a file cannot be read."""
     check_flags_at_least(args, 1, "length", "windows", "trials")
     if not UNMERGED < args.vocab_size <= MOST_IDS:
         raise MlxZipError(f"--vocab-size must be from {UNMERGED + 1} to {MOST_IDS}, got {args.vocab_size}")
@@ -88,11 +88,10 @@ def run(args: argparse.Namespace) -> int:
         disabled = range(args.vocab_size - UNMERGED, args.vocab_size)
         params = CodecParams(args.vocab_size, slots, MERGE_SIZE, disabled)
         for record in time_whole_sequences(params, sequences, args.trials):
-            print_measurement(record, setting, data)
+            yield {"bench": "codec", **record, "setting": setting, "data": data}
         if what == "windows":
             for record in time_single_calls(params, sequences, args.trials):
-                print_measurement(record, setting, data)
-    return 0
+                yield {"bench": "codec", **record, "setting": setting, "data": data}
 
 
 def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
@@ -202,7 +201,3 @@ def time_call_ns(call: Callable[..., Any], *args: Any) -> int:
     started = time.perf_counter_ns()
     call(*args)
     return time.perf_counter_ns() - started
-
-
-def print_measurement(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
-    print_record({"bench": "codec", **record, "setting": setting, "data": data})

@@ -26,7 +26,6 @@ from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
 from .codec import upstream_sizes
-from .recording import print_record
 
 WHOLE = "document"  # value of --windows: each document is one window
 COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]  # columns of `counts`
@@ -76,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per tokenizer and domain. Raises `MlxZipError` if a flag or file cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per tokenizer and domain. Raises `MlxZipError` if a flag or file cannot be used."""
     windows = check_flags(args)
     upstream = import_upstream() if args.check else None
     corpora = read_domains(args.text, args.limit_bytes)
@@ -86,9 +85,8 @@ def run(args: argparse.Namespace) -> int:
         for domain, corpus in corpora.items():
             settings = list(distinct_settings(windows, args.merge_sizes, args.codebook_sizes))
             line = count_corpus(vocabulary, corpus, settings, upstream)
-            print_record({"bench": "tokens", "domain": domain, **line})
+            yield {"bench": "tokens", "domain": domain, **line}
             print(f"{vocabulary.name}, {domain}: {len(settings)} settings", file=sys.stderr)
-    return 0
 
 
 def check_flags(args: argparse.Namespace) -> list[int | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -20,7 +20,7 @@ from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests
-from mlx_zip.bench.recording import load_before_bench, print_header, print_record, run_in_turns, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_header, run_in_turns, summarize_samples
 from mlx_zip.bench.tables.performance import KINDS, batch_table
 from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
 
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Times both models in both ways and prints one JSON line. Raises `MlxZipError` if the flags cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times both models in both ways and yields one record. Raises `MlxZipError` if the flags cannot be used."""
     check_flags_at_least(args, 1, "rows", "trials")
     check_flags_at_least(args, 2, "max_tokens")
     load_before_bench()
@@ -74,9 +74,8 @@ def run(args: argparse.Namespace) -> int:
         **measure_batch_gain(engines, prompts, args),
         "device": device,
     }
-    print_record(record)
+    yield record
     print(batch_table([record]), file=sys.stderr)
-    return 0
 
 
 # ---- measuring

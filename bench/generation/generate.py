@@ -7,7 +7,6 @@ arguments are refused before any model is made.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from mlx_zip.bench.engines.workloads import (
     read_tokenizer,
 )
 from mlx_zip.bench.machine import EnergyMeter, joules_between
-from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header
+from mlx_zip.bench.recording import load_before_bench, print_header
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
@@ -152,14 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints the records of `time_engines` as JSON lines. Raises `MlxZipError` if it does."""
-    for record in time_engines(args):
-        print(json.dumps(record), flush=True)
-    return 0
-
-
-def time_engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Times the engines; yields a record per engine and workload (of conversations, per engine and turn).
 
     Raises `MlxZipError` if the flags, models or texts cannot be used.
@@ -364,7 +356,6 @@ class EngineComparison:
             "kv_dtype": engine.kv_dtype,
             "energy_source": self.meter.source,
             "device": self.devices[engine.name],
-            **environment_fields(),
         }
 
 

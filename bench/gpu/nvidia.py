@@ -21,6 +21,7 @@ from mlx_zip.bench.engines.choice import check_engine_names
 from mlx_zip.bench.engines.interface import ENGINES
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow_shape_config
 from mlx_zip.bench.machine import active_clock_limits
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import Record, write_whole
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -270,12 +271,13 @@ def run_whole_requests(
 
 
 def whole_request_records(flags: list[str]) -> Iterator[Record]:
-    """Runs `bench generate` with these flags; prints and yields its records."""
+    """Runs `bench generate` with these flags; prints and yields its records, with the fields of every record."""
     from mlx_zip.bench.generation import generate
 
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
-    for record in generate.time_engines(parser.parse_args(flags)):
+    for found in generate.run(parser.parse_args(flags)):
+        record = {**found, **environment_fields()}
         print(json.dumps(record), flush=True)
         yield record
 

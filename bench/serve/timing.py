@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +21,7 @@ from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.recording import load_before_bench, print_header, print_record, run_in_turns, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_header, run_in_turns, summarize_samples
 from mlx_zip.bench.tables.performance import serving_table
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.models.loading import load
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-words", type=int, default=900, help="words of the long prompts (default: 900)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measures and prints one JSON line. Raises `MlxZipError` if a flag or model cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measures and yields one record. Raises `MlxZipError` if a flag or model cannot be used."""
     check_flags_at_least(args, 1, "trials", "prompt_words")
     check_flags_at_least(args, 2, "streams", "max_tokens")
     load_before_bench()
@@ -75,9 +75,8 @@ def run(args: argparse.Namespace) -> int:
         "figures": figures,
         "device": device,
     }
-    print_record(record)
+    yield record
     print(serving_table(record), file=sys.stderr)
-    return 0
 
 
 # ---- one stream

@@ -33,7 +33,7 @@ from mlx_zip.bench.generation.generate import (
     prepare_models_and_workloads,
     record_model_section,
 )
-from mlx_zip.bench.recording import load_before_bench, print_header, print_record
+from mlx_zip.bench.recording import load_before_bench, print_header
 from mlx_zip.bench.records import table
 from mlx_zip.device import default_device_is_gpu
 from mlx_zip.progress import ProgressBar
@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_text_arguments(parser, SIZES)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per text and size, and a table of the step's parts on standard error.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per text and size, and prints a table of the step's parts on standard error.
 
     Raises `MlxZipError` if the flags, models or texts cannot be used.
     """
@@ -88,9 +88,8 @@ def run(args: argparse.Namespace) -> int:
         for workload in workloads:
             record = profiler.measure(workload, count)
             count.clear()
-            print_record(record)
+            yield record
             count.say(step_parts_table(record))
-    return 0
 
 
 class StepTimes:

@@ -136,7 +136,7 @@ def test_whole_requests_are_kept_one_by_one(tmp_path, monkeypatch):
         assert read_lines(tmp_path / "generate.jsonl") == [{"bench": "generate"}]
         yield {"bench": "generate", "engine": "hf"}
 
-    monkeypatch.setattr(generate, "time_engines", times)
+    monkeypatch.setattr(generate, "run", times)
     cases = CaseRunner(tmp_path, "generate")
     cases.run("requests", lambda: nvidia.whole_request_records([]))
     assert (cases.status, read_lines(tmp_path / "generate.jsonl")[1]["engine"]) == (0, "hf")

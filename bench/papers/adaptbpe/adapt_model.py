@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
-from mlx_zip.bench.recording import print_record
 from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
 from mlx_zip.errors import DataError, MlxZipError
@@ -85,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per text, share and method. Raises `MlxZipError` if a flag or file cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per text, share and method. Raises `MlxZipError` if a flag or file cannot be used."""
     if not args.train:
         raise MlxZipError("--train is missing")
     if wrong := [share for share in args.shares if not 0 < share < 1]:
@@ -99,14 +98,12 @@ def run(args: argparse.Namespace) -> int:
     for name, corpus in train.items():
         words = count_words(models.base.splitter, [document.text for document in corpus.documents])
         whole = models.score(models.folder, test[name].documents)
+        head = {"bench": "adapt_model", "model": models.folder.name, "text": name}
         texts = {"train_bytes": corpus.n_bytes, "test": corpus_record(test[name])}
-        models.print_record(name, models.make_record(whole, whole) | texts)
+        yield head | models.make_record(whole, whole) | texts
         for share in args.shares:
             for method in args.methods:
-                models.print_record(
-                    name, models.adapt_and_score(words, share, method, test[name].documents, whole) | texts
-                )
-    return 0
+                yield head | models.adapt_and_score(words, share, method, test[name].documents, whole) | texts
 
 
 @dataclass(frozen=True)
@@ -204,11 +201,6 @@ class AdaptedModels:
             "step_weight_bytes": found.weight_bytes,
             "where": bits_on_split_tokens(found, whole) if found.bits and whole.bits else None,
         }
-
-    def print_record(self, name: str, line: dict[str, Any]) -> None:
-        """Prints a record as a JSON line, with the names of model and text and with the machine."""
-        head = {"bench": "adapt_model", "model": self.folder.name, "text": name}
-        print_record({**head, **line})
 
 
 def convert_model_for_vocabulary(model: Path, vocabulary: Path, out: Path) -> None:

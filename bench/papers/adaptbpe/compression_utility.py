@@ -14,13 +14,13 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import print_record, run_in_turns, summarize_samples
+from mlx_zip.bench.recording import run_in_turns, summarize_samples
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapt_vocabulary, count_words
@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trials", type=int, default=5, help="timed calls per measurement (default: 5)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measures and prints a JSON line per text and number of merges, and one per text for the speed of encoding.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per text and number of merges, and one per text for the speed of encoding.
 
     Raises `MlxZipError` if a flag is invalid, before anything is measured.
     """
@@ -84,10 +84,10 @@ def run(args: argparse.Namespace) -> int:
     if base.splitter.pieces not in PIECES:
         raise MlxZipError(f"{base.name}: its text is cut by the tokenizers library, so there is no speed to compare")
     for name in train:
+        head = {"bench": "adaptbpe", "text": name, "base": base.name}
         for n in args.merges:
-            print_measurement(name, base, measure_utility(base, train[name], test[name], n, args.margin, args.trials))
-        print_measurement(name, base, measure_encoding(base, train[name], min(args.merges), args.trials))
-    return 0
+            yield head | measure_utility(base, train[name], test[name], n, args.margin, args.trials)
+        yield head | measure_encoding(base, train[name], min(args.merges), args.trials)
 
 
 def join_texts(texts: list[str]) -> dict[str, str]:
@@ -173,7 +173,3 @@ def build_library_tokenizer(whole: AdaptedVocabulary, base: BaseVocabulary) -> A
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(json.dumps(exact_tokenizer_json(whole, base.source)))
-
-
-def print_measurement(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
-    print_record({"bench": "adaptbpe", "text": name, "base": base.name, **record})

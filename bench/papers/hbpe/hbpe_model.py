@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ import mlx.core as mx
 
 from mlx_zip.arguments import add_limit_bytes_flag
 from mlx_zip.bench.machine import describe_mlx_device
-from mlx_zip.bench.recording import print_record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
 from mlx_zip.training.patch_training import PatchCorpus, evaluate_patch_corpus, train_patch_model
@@ -147,8 +147,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints a JSON line per trained model, patch size and seed. Raises `MlxZipError` if a flag or text is invalid."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per trained model, patch size and seed. Raises `MlxZipError` if a flag or text is invalid."""
     for name in ("seconds", "steps", "vocab_size", "context", "batch_size", "marks"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise MlxZipError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
@@ -159,13 +159,8 @@ def run(args: argparse.Namespace) -> int:
         data.byte_model = None
         for kind in sorted(args.models, key=KINDS.index):
             for size in args.patch_size if kind in SIZED else args.patch_size[:1]:
-                line = {
-                    "bench": "hbpe_model",
-                    "recipe": args.recipe,
-                    **train_and_record(ModelRun(kind, size, seed), data, args),
-                }
-                print_record({**line, **describe_mlx_device()})
-    return 0
+                line = train_and_record(ModelRun(kind, size, seed), data, args)
+                yield {"bench": "hbpe_model", "recipe": args.recipe, **line, **describe_mlx_device()}
 
 
 @dataclass(frozen=True)

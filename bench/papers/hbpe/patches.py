@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import print_record, summarize_samples
+from mlx_zip.bench.recording import summarize_samples
 from mlx_zip.models.patches.patch_model import PlainModel
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=int, default=5, help="timed calls per measurement (default: 5)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per patch size. Raises `MlxZipError` if a flag or file cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per patch size. Raises `MlxZipError` if a flag or file cannot be used."""
     check_flags_at_least(args, 1, "trials")
     tokens = read_token_bytes(args.tokenizer)
     text = None if args.text is None else "\n".join(one.text for one in read_corpus([args.text]).documents)
@@ -72,8 +72,7 @@ def run(args: argparse.Namespace) -> int:
         if text is not None and ids is not None:
             line |= measure_text(tokens, size, text, ids, args.trials)
         names = {"tokenizer": Path(args.tokenizer).name, "text": args.text and Path(args.text).name}
-        print_record({"bench": "hbpe", **names, **line})
-    return 0
+        yield {"bench": "hbpe", **names, **line}
 
 
 def measure_patch_size(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import print_record
 from mlx_zip.bench.records import Record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -64,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learning-rate", type=float, default=RATE, help=f"learning rate of Adam (default: {RATE})")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Trains and measures a classifier per setting and seed; prints a JSON line for each.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Trains and measures a classifier per setting and seed; yields a record for each.
 
     Raises `MlxZipError` if a flag or file cannot be used, before any training.
     """
@@ -99,9 +98,8 @@ def run(args: argparse.Namespace) -> int:
                 "encode_processor_s": round(took, 2),
                 **train_classifier(encoded, answers, len(classes), seed, args),
             }
-            print_record(line)
+            yield line
             print(f"{args.train.name}, {name}, {text}, seed {seed}: accuracy {line['accuracy']}", file=sys.stderr)
-    return 0
 
 
 def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:

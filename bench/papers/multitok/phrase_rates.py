@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import print_record, summarize_samples
+from mlx_zip.bench.recording import summarize_samples
 from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -73,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measures speed and ratios and prints one JSON line per result.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measures speed and ratios and yields a record per result.
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
@@ -86,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
     corpus = PhraseCorpus(args)
     speeds = [] if args.tokenizer or args.only == "ratios" else speed_records(corpus, args.trials)
     for line in [*speeds, *([] if args.only == "speed" else ratio_records(corpus))]:
-        print_record({"bench": "multitok", **line, "data": corpus.record})
+        yield {"bench": "multitok", **line, "data": corpus.record}
         print(f"{line['what']}: {line['setting']}", file=sys.stderr)
-    return 0
 
 
 class PhraseCorpus:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import load_before_bench, print_record
+from mlx_zip.bench.recording import load_before_bench
 from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--window", type=int, default=256, help="compress every N base ids separately (default: 256)", metavar="N")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Learns and tries packs; prints one JSON line per domain of --train.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Learns and tries packs; yields a record per domain of --train.
 
     Raises `MlxZipError` if a flag or file cannot be used, before any pack is learned.
     """
@@ -97,9 +97,8 @@ def run(args: argparse.Namespace) -> int:
         sizes = sorted(args.sizes)
         line["packs"] = list(pack_records(params, texts, held_out, sizes, args.window))
         line["retokenized"] = [retokenized_record(params, texts, held_out, size, args.window) for size in sizes]
-        print_record(line)
+        yield line
         print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
-    return 0
 
 
 def pack_records(

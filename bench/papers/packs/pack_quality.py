@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
-from mlx_zip.bench.recording import print_record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import compare_bits, cut_scored_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
@@ -55,20 +54,13 @@ def record_names(args: argparse.Namespace) -> dict[str, str]:
     return {"data": " ".join(Path(name).name for name in args.data), **names}
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line for the model without a pack and one per pack.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Scores the documents; yields the record of the model without a pack, then one per pack in the order given.
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
     if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
         raise MlxZipError(f"--{missing[0]} is missing")
-    for line in quality_records(args):
-        print_record(line)
-    return 0
-
-
-def quality_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Scores the documents; yields the record of the model without a pack, then one per pack in the order given."""
     from mlx_zip.engine.mlx.generate import load
 
     packs = read_packs(args.pack)

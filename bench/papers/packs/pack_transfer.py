@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import Any
 
 from mlx_zip.arguments import add_separator_flag, check_flags_at_least
-from mlx_zip.bench.recording import print_record
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.scoring import codec_of_model
 from mlx_zip.errors import MlxZipError
@@ -101,19 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=8, help="windows or openings per model call (default: 8)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line for the model without a pack and one per pack and size.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the record of the model without a pack, then for each size those of the learned pack and each --pack.
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
     check_flags_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
-    for line in transfer_records(args):
-        print_record(line)
-    return 0
-
-
-def transfer_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the record of the model without a pack, then for each size those of the learned pack and each --pack."""
     from mlx_zip.engine.mlx.generate import load
 
     given = read_packs(args.pack)

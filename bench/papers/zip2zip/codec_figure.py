@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream, upstream_sizes
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.recording import load_before_bench, print_record, run_in_turns, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, run_in_turns, summarize_samples
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
@@ -38,23 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Times the tokenizer alone and with each codec, and prints one JSON line per size of text.
-
-    Raises `MlxZipError` if a flag or file cannot be used.
-    """
-    check_flags_at_least(args, 1, "trials")
-    load_before_bench()
-    for line in measure_figure(args):
-        print_record({"bench": "codec", **line})
-    return 0
-
-
-def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields a record for each of `SIZES` up to the text's size.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times the tokenizer alone and with each codec; yields a record for each of `SIZES` up to the text's size.
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
+    check_flags_at_least(args, 1, "trials")
+    load_before_bench()
     if args.text is None or args.tokenizer is None:
         raise MlxZipError("codec_latency needs --text and --tokenizer")
     corpus = read_corpus(args.text)
@@ -68,7 +58,7 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     names = ", ".join(Path(name).name for name in corpus.files)
     for size in sizes:
         line = measure_latency(vocabulary, text[:size].decode("utf-8", "ignore"), args.trials)
-        yield {**line, "data": f"{names}; {vocabulary.name}"}
+        yield {"bench": "codec", **line, "data": f"{names}; {vocabulary.name}"}
 
 
 def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
