@@ -10,11 +10,10 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and_free_memory
@@ -81,19 +80,15 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 # ---- measuring
 
 
-@dataclass(frozen=True)
-class TimedRun:
+class TimedRun(NamedTuple):
     """The counts and times of one run.
 
     ids: number of emitted ids. base_tokens, seconds: emitted base tokens, and duration including the prompts.
     """
 
-    ids: int = 0
-    base_tokens: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: TimedRun) -> TimedRun:
-        return TimedRun(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    ids: int
+    base_tokens: int
+    seconds: float
 
 
 def measure_batch_gain(
@@ -113,23 +108,17 @@ def measure_batch_gain(
 
 def answer_all_prompts(engine: MlxEngine, way: str, prompts: Sequence[list[int]], max_tokens: int) -> TimedRun:
     wait_and_free_memory()
-    model, tokenizer = engine.model, engine.tokenizer
+    model, tokenizer, begun = engine.model, engine.tokenizer, time.perf_counter()
     if way == "batch":
-        begun = time.perf_counter()
         return time_responses((response for _, response in stream_batch(model, tokenizer, prompts, max_tokens)), begun)
-    total = TimedRun()
-    for prompt in prompts:
-        begun = time.perf_counter()
-        total += time_responses(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens), begun)
-    return total
+    answers = (stream_generate(model, tokenizer, prompt, max_tokens=max_tokens) for prompt in prompts)
+    return time_responses(chain.from_iterable(answers), begun)
 
 
 def time_responses(responses: Iterable[Any], begun: float) -> TimedRun:
     """Reads all responses; returns counts and time. begun: when the request began, by `time.perf_counter`."""
-    ids = tokens = 0
-    for response in responses:
-        ids, tokens = ids + 1, tokens + len(response.base_ids)
-    return TimedRun(ids, tokens, time.perf_counter() - begun)
+    tokens = [len(response.base_ids) for response in responses]
+    return TimedRun(len(tokens), sum(tokens), time.perf_counter() - begun)
 
 
 # ---- the record
