@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ import numpy as np
 from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.bench.records import Record
 from mlx_zip.errors import MlxZipError
-from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.multitok import Tokens, Words
 
 from .classifier import RATE, train_classifier
 from .labelled import PLAIN, EncodingSetting, LabelledTexts, encode_texts, read_labelled
+from .phrase_rates import units_of_texts
 
 _COUNTS = ("samples", "test_samples", "words", "epochs", "batch_size")
 _KEPT = ("words", "epochs", "batch_size", "learning_rate")  # flags that the record includes
@@ -116,14 +115,3 @@ def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:
 def read_texts(args: argparse.Namespace) -> tuple[LabelledTexts, LabelledTexts]:
     train = read_labelled(args.train).first_texts(args.samples, args.words)
     return train, read_labelled(args.test).first_texts(args.test_samples, args.words)
-
-
-def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
-    """Returns the name of the units, the vocabulary of units, and a function that splits a text into units.
-
-    Units are the ids of `tokenizer`; if `tokenizer` is None, the words of the texts.
-    """
-    if tokenizer is None:
-        return "words", Words.from_samples(map(str.split, texts)), str.split
-    vocabulary = read_vocabulary(tokenizer)
-    return vocabulary.name, Tokens(vocabulary.size), vocabulary.encode

@@ -101,25 +101,17 @@ class PhraseCorpus:
         read = lambda files: [document.text for document in read_corpus(files).documents] if files else []
         texts, others = read(args.text), read(args.held_out)
         self.words = sum(len(text.split()) for text in texts)
-        if args.tokenizer is None:
-            split: Callable[[str], Any] = str.split
-            self.units: Words | Tokens = Words.from_samples(map(str.split, [*texts, *others]))
-            self.name = "words"
-        else:
-            vocabulary = read_vocabulary(args.tokenizer)
-            split, self.units = vocabulary.encode, Tokens(vocabulary.size)
-            self.name = vocabulary.name
+        self.name, self.units, split = units_of_texts(args.tokenizer, [*texts, *others])
         number = lambda samples: Samples.from_sequences([self.units.numbers(split(sample)) for sample in samples])
         self.learned, self.held_out = number(texts), number(others) if others else None
         self.record = {
-            "files": [*args.text, *(args.held_out or [])],
+            "files": [name.rsplit("/", 1)[-1] for name in (*args.text, *(args.held_out or []))],
             "units_are": self.name,
             "units": self.units.size,
             "samples": len(texts),
             "corpus_units": len(self.learned.ids),
             "words": self.words,
         }
-        self.record["files"] = [name.rsplit("/", 1)[-1] for name in self.record["files"]]
 
     def learn_dictionary(self, window: int, percent: float = 100) -> tuple[Dictionary, Samples]:
         """Returns a dictionary learned from the first `percent` percent of the samples, and the ids of all samples.
@@ -129,6 +121,17 @@ class PhraseCorpus:
         made = Dictionary(Settings(self.units, window))
         first, rest = self.learned.split_at(count_leading_samples(len(self.learned), percent))
         return made, Samples.join([made.train(first), made.encode_as_single_units(rest)])
+
+
+def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
+    """Returns the name of the units, the vocabulary of units, and a function that splits a text into units.
+
+    Units are the ids of `tokenizer`; if `tokenizer` is None, the words of the texts.
+    """
+    if tokenizer is None:
+        return "words", Words.from_samples(map(str.split, texts)), str.split
+    vocabulary = read_vocabulary(tokenizer)
+    return vocabulary.name, Tokens(vocabulary.size), vocabulary.encode
 
 
 # ---- speed
