@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,22 +108,15 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ModelScore:
-    """A model's score on a text, and the model's size.
+    """A model's score on a text. record: fields of the record, with the model's size. bits_per_byte: not rounded.
 
-    ids: number of ids that the model reads. tokens: number of base ids. file_bytes: size of the weight files.
-    weight_bytes: bytes of weights that a decoding step reads. spans: for each document, the (first byte, end) of each
-    token. bits: for each document, the bits of each token. spans and bits are empty for a zip2zip model, and if a
-    document fills several windows.
+    spans: for each document, the (first byte, end) of each token. bits: for each document, the bits of each token. Both
+    are empty for a zip2zip model, and if a document fills several windows.
     """
 
     bits_per_byte: float
-    standard_error: float | None
-    ids: int
-    tokens: int
     n_bytes: int
-    file_bytes: int
-    weight_bytes: int
-    vocab_size: int
+    record: Mapping[str, Any]
     spans: tuple[Any, ...] = ()
     bits: tuple[Any, ...] = ()
 
@@ -165,16 +158,24 @@ class AdaptedModels:
         bits = np.array([count_window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
         by_document = not has_hypertokens(model) and len(windows.windows) == len(documents)
+        whole, error = float(bits.sum() / n_bytes.sum()), ratio_standard_error(bits, n_bytes)
+        tokens = sum(len(window.base_ids) for window in windows.windows)
+        record = {
+            "vocab_size": model.layout.vocab_size if has_hypertokens(model) else model.args.vocab_size,
+            "bits_per_byte": round(whole, 5),
+            "standard_error": None if error is None else round(error, 5),
+            "utility": round(1 - tokens / int(n_bytes.sum()), 5),
+            "tokens": tokens,
+            "ids": sum(len(row.ids) - 1 for row in rows),
+            "file_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+            "step_weight_bytes": weight_bytes(model),
+        }
+        spans = tuple(token_spans(tokenizer, document.text) for document in documents) if by_document else ()
         return ModelScore(
-            float(bits.sum() / n_bytes.sum()),
-            ratio_standard_error(bits, n_bytes),
-            sum(len(row.ids) - 1 for row in rows),
-            sum(len(window.base_ids) for window in windows.windows),
+            whole,
             int(n_bytes.sum()),
-            sum(file.stat().st_size for file in folder.glob("*.safetensors")),
-            weight_bytes(model),
-            model.layout.vocab_size if has_hypertokens(model) else model.args.vocab_size,
-            tuple(token_spans(tokenizer, document.text) for document in documents) if by_document else (),
+            record,
+            spans,
             tuple(-row.logprobs / math.log(2) for row in scored) if by_document else (),
         )
 
@@ -189,16 +190,9 @@ class AdaptedModels:
             "share": 1,
             "merges": self.base.n_merges,
             "method": "whole list",
-            "vocab_size": found.vocab_size,
             "virtual": len(kept.virtual) if kept is not None and kept.method == "adapt" else 0,
-            "bits_per_byte": round(found.bits_per_byte, 5),
-            "standard_error": None if found.standard_error is None else round(found.standard_error, 5),
+            **found.record,
             "change": round(found.bits_per_byte / whole.bits_per_byte - 1, 5),
-            "utility": round(1 - found.tokens / found.n_bytes, 5),
-            "tokens": found.tokens,
-            "ids": found.ids,
-            "file_bytes": found.file_bytes,
-            "step_weight_bytes": found.weight_bytes,
             "where": bits_on_split_tokens(found, whole) if found.bits and whole.bits else None,
         }
 
