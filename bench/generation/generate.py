@@ -16,8 +16,8 @@ from statistics import mean
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least, parse_json_map
-from mlx_zip.bench.engines.choice import CHOOSING, check_engine_names, engines_need_mlx, make_engine
-from mlx_zip.bench.engines.interface import ENGINES, Engine, Run
+from mlx_zip.bench.engines.choice import CHOOSING, ENGINES, check_engine_names, engines_need_mlx, make_engine
+from mlx_zip.bench.engines.interface import Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import (
     Workload,

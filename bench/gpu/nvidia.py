@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx_zip
-from mlx_zip.bench.engines.choice import check_engine_names
-from mlx_zip.bench.engines.interface import ENGINES
+from mlx_zip.bench.engines.choice import ENGINES, check_engine_names
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow_shape_config
 from mlx_zip.bench.machine import active_clock_limits
 from mlx_zip.bench.recording import environment_fields
