@@ -28,7 +28,7 @@ from mlx_zip.models.loading import load
 from mlx_zip.named import resolve_model_name
 
 from .client import AskedServer, Reply, answered_tokens, chat_text, first_text_s, served_model_name
-from .server_process import ServerProcess, serve_command
+from .server_process import running_server, serve_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,16 +52,15 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     print_header("serve", models.name, device, f"{args.streams} streams, trials: {args.trials} after 1 warm-up")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        servers = {
-            "zip": stack.enter_context(ServerProcess(serve_command(args.model, folder / "zip"))),
-            "base": stack.enter_context(ServerProcess(serve_command(args.base, folder / "base"))),
-            "mlx-lm": stack.enter_context(
-                ServerProcess(["mlx_lm", "server", "--model", str(resolve_model_name(args.base))])
-            ),
+        commands = {
+            "zip": serve_command(args.model, folder / "zip"),
+            "base": serve_command(args.base, folder / "base"),
+            "mlx-lm": ["mlx_lm", "server", "--model", str(resolve_model_name(args.base))],
         }
+        ports = {name: stack.enter_context(running_server(words)) for name, words in commands.items()}
         asked = {
-            name: AskedServer(server.port, "default_model" if name == "mlx-lm" else served_model_name(server.port))
-            for name, server in servers.items()
+            name: AskedServer(port, "default_model" if name == "mlx-lm" else served_model_name(port))
+            for name, port in ports.items()
         }
         figures = {
             "one_stream": measure_one_stream(asked["zip"], *load(args.model), args),
