@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
 
-from .recording import load_before_bench, run_in_turns, summarize_samples
+from .recording import load_before_bench, run_in_turns, summarize_samples, time_call
 
 try:
     import zip2zip_compression as upstream
@@ -174,12 +175,13 @@ def time_single_calls(params: CodecParams, sequences: list[Uint32s], trials: int
     for trial in range(trials):
         ids = compress(params, sequences[trial % len(sequences)])[0].tolist()
         book = Codebook(params)
-        samples["push_one"].append([time_call_ns(book.push, x) for x in ids])
-        samples["mark"].append([time_call_ns(book.mark) for _ in ids])
-        samples["rewind_one"].append([time_call_ns(book.rewind, mark) for mark in reversed(range(len(ids)))])
+        time_ns = partial(time_call, clock=time.perf_counter_ns)
+        samples["push_one"].append([time_ns(book.push, x) for x in ids])
+        samples["mark"].append([time_ns(book.mark) for _ in ids])
+        samples["rewind_one"].append([time_ns(book.rewind, mark) for mark in reversed(range(len(ids)))])
         if upstream is not None:
             manager = upstream.CodebookManager(upstream.CompressionConfig(*upstream_sizes(params)))
-            samples["upstream"].append([time_call_ns(manager.update_codebooks, [[x]]) for x in ids])
+            samples["upstream"].append([time_ns(manager.update_codebooks, [[x]]) for x in ids])
     theirs = samples.pop("upstream")
     for what, calls in samples.items():
         record = {
@@ -195,9 +197,3 @@ def summarize_call_times(calls: list[list[int]]) -> dict[str, Any]:
     """Summarizes the medians of the trials, and adds the 99th percentile of all calls. calls: ns, [trials][calls]."""
     flat = np.concatenate(calls)
     return {**summarize_samples([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
-
-
-def time_call_ns(call: Callable[..., Any], *args: Any) -> int:
-    started = time.perf_counter_ns()
-    call(*args)
-    return time.perf_counter_ns() - started

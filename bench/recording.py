@@ -48,6 +48,13 @@ def run_in_turns(
     return found
 
 
+def time_call(call: Callable[..., Any], *args: Any, clock: Callable[[], Any] = time.perf_counter) -> Any:
+    """Returns how long `call(*args)` takes, in the unit of `clock`."""
+    begun = clock()
+    call(*args)
+    return clock() - begun
+
+
 def summarize_samples(samples: Sequence[float]) -> dict[str, Any]:
     """Returns samples with their median, min and max, rounded to six significant digits."""
     rounded = [float(f"{sample:.6g}") for sample in samples]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import run_in_turns, summarize_samples
+from mlx_zip.bench.recording import run_in_turns, summarize_samples, time_call
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapt_vocabulary, count_words
@@ -139,11 +139,11 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
     if not np.array_equal(whole.adapted_ids_of(base.ids)[plain.encode(data)], theirs):
         raise MlxZipError(f"{base.name}: the tokenizers library gives other ids, so speeds do not compare")
     ways: dict[str, Callable[[], float]] = {  # each encodes the text once and returns the seconds
-        "tokenizers": lambda: time_call(lambda: library.encode_batch_fast([text])),
-        "whole_list": lambda: time_call(lambda: plain.encode(data)),
-        "whole_list_fresh": lambda: time_encoding(base.encoder(), data),
-        "adapted": lambda: time_call(lambda: kept.encoder.encode(data)),
-        "adapted_fresh": lambda: time_encoding(BpeEncoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
+        "tokenizers": lambda: time_call(library.encode_batch_fast, [text]),
+        "whole_list": lambda: time_call(plain.encode, data),
+        "whole_list_fresh": lambda: time_call(base.encoder().encode, data),
+        "adapted": lambda: time_call(kept.encoder.encode, data),
+        "adapted_fresh": lambda: time_call(BpeEncoder(kept.merges, kept.schedule, kept.encoder.pieces).encode, data),
     }
     speeds = run_in_turns({name: lambda trial, way=way: len(data) / way() / 1e6 for name, way in ways.items()}, trials)
     return {
@@ -155,16 +155,6 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
         "same_ids": True,
         **{name: summarize_samples(samples) for name, samples in speeds.items()},
     }
-
-
-def time_encoding(encoder: BpeEncoder, data: bytes) -> float:
-    return time_call(lambda: encoder.encode(data))
-
-
-def time_call(call: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
 
 
 def build_library_tokenizer(whole: AdaptedVocabulary, base: BaseVocabulary) -> Any:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import summarize_samples
+from mlx_zip.bench.recording import summarize_samples, time_call
 from mlx_zip.models.patches.patch_model import PlainModel
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -146,12 +146,7 @@ def summarize_call_ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
 def call_seconds(trials: int, call: Callable[[], Any]) -> list[float]:
     """Returns the processor seconds of each of `trials` calls, after one warm-up call."""
     call()
-    out = []
-    for _ in range(trials):
-        begun = time.process_time()
-        call()
-        out.append(time.process_time() - begun)
-    return out
+    return [time_call(call, clock=time.process_time) for _ in range(trials)]
 
 
 # ---- patches over bytes, as baselines

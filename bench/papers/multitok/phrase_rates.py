@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import summarize_samples
+from mlx_zip.bench.recording import summarize_samples, time_call
 from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -230,9 +230,7 @@ def compare_speeds(
 
 
 def _million_units_per_s(call: Callable[[], Any], n_units: int) -> float:
-    begun = time.thread_time()
-    call()
-    return n_units / (time.thread_time() - begun) / 1e6
+    return n_units / time_call(call, clock=time.thread_time) / 1e6
 
 
 # ---- ratios
