@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
@@ -39,6 +39,7 @@ TRIAL_S = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench codec`."""
+    flag = default_flags(parser.add_argument)
     parser.add_argument(
         "--text",
         nargs="+",
@@ -52,19 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=128_256,
         help="number of base ids of the vocabulary (default: 128256, as Llama-3's)",
     )
-    parser.add_argument(
-        "--length",
-        type=int,
-        default=500_000,
-        help="number of base ids to use, the first of --text (default: 500000)",
-    )
-    parser.add_argument(
-        "--windows",
-        type=int,
-        default=60,
-        help=f"number of windows of {WINDOW} base ids, each with its own codebook (default: 60)",
-    )
-    parser.add_argument("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
+    flag("--length", 500_000, "number of base ids to use, the first of --text")
+    flag("--windows", 60, f"number of windows of {WINDOW} base ids, each with its own codebook")
+    flag("--trials", 9, "number of timed runs per measurement")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

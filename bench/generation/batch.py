@@ -15,7 +15,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests
@@ -31,14 +31,15 @@ WAYS = ("one_stream", "batch")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench batch`."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--model", required=True, help="model with hypertokens to time: model folder, hub id or bundled model")
     add(
         "--base",
         help="plain model to compare with: model folder, hub id or bundled model (default: the decoder of --model)",
     )
-    add("--rows", type=int, default=8, metavar="N", help="number of requests in the batch (default: 8)")
-    add("--max-tokens", type=int, default=256, help="maximum number of base tokens per answer (default: 256)")
-    add("--trials", type=int, default=5, help="number of timed runs of each of the four ways to run (default: 5)")
+    flag("--rows", 8, "number of requests in the batch", metavar="N")
+    flag("--max-tokens", 256, "maximum number of base tokens per answer")
+    flag("--trials", 5, "number of timed runs of each of the four ways to run")
     add("--cold", action="store_true", help="begin every run without the hyper rows that earlier runs encoded")
     add(
         "--requests",

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxEngine, installed_row_bytes, with_memory_row_store
 from mlx_zip.bench.engines.model_making import models_from_folders
@@ -61,22 +61,21 @@ PREFILL = 512  # ids of a prompt in one prefill pass
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench drafts`."""
     add = parser.add_argument
-    add(
+    flag = default_flags(add)
+    flag(
         "--models",
-        nargs="+",
-        default=["smollm2"],
+        ["smollm2"],
+        "models with hypertokens: smollm2, stories, or folders and hub ids, whose plain model is their decoder",
         metavar="MODEL",
-        help="models with hypertokens: smollm2, stories, or folders and hub ids, whose plain model is their decoder "
-        "(default: smollm2)",
     )
     add("--float32", action="store_true", help="turn quantized weights into float32 first")
-    add(
+    flag(
         "--mode",
-        choices=("passes", "greedy", "replay", "free"),
-        default="replay",
-        help="passes: run no model, count passes and measure the host's work; greedy: count the passes of the model's "
+        "replay",
+        "passes: run no model, count passes and measure the host's work; greedy: count the passes of the model's "
         "greedy answer, at most as long as the text's, also with the model's draft head and with the plain model as "
-        "draft model; replay: time the text's own answer; free: time the greedy one (default: replay)",
+        "draft model; replay: time the text's own answer; free: time the greedy one",
+        choices=("passes", "greedy", "replay", "free"),
     )
     add("--texts", type=int, help="maximum number of texts per kind (default: all)")
     add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds of text to write (default: all)")
@@ -89,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a run may reuse of earlier ones: hyper rows, and what passes cost. cold: neither (default: both "
         "ways, in turns)",
     )
-    add("--trials", type=int, default=5, help="number of timed runs of each way on each text (default: 5)")
+    flag("--trials", 5, "number of timed runs of each way on each text")
     add("--tokens", type=int, help="maximum base tokens that a timed run writes (default: the whole answer)")
 
 

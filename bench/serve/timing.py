@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
@@ -34,12 +34,13 @@ from .server_process import running_server, serve_command
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench serve`."""
     add = parser.add_argument
-    add("--model", default="stories", help="chat model to serve: folder, hub id or bundled model (default: stories)")
-    add("--base", default="stories-base", help="plain model to compare with (default: stories-base)")
-    add("--streams", type=int, default=8, metavar="N", help="number of requests at a time (default: 8)")
-    add("--max-tokens", type=int, default=256, help="maximum number of base tokens per answer (default: 256)")
-    add("--trials", type=int, default=5, help="number of timed runs of each way (default: 5)")
-    add("--prompt-words", type=int, default=900, help="words of the long prompts (default: 900)")
+    flag = default_flags(add)
+    flag("--model", "stories", "chat model to serve: folder, hub id or bundled model")
+    flag("--base", "stories-base", "plain model to compare with")
+    flag("--streams", 8, "number of requests at a time", metavar="N")
+    flag("--max-tokens", 256, "maximum number of base tokens per answer")
+    flag("--trials", 5, "number of timed runs of each way")
+    flag("--prompt-words", 900, "words of the long prompts")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 from mlx_zip.bench.engines.shape_table import Models
@@ -49,24 +49,25 @@ CLOCKS = ("host_us", "cpu_us", "apart_us")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench profile`."""
     add = parser.add_argument
-    add(
+    flag = default_flags(add)
+    flag(
         "--mode",
+        "replay",
+        "what engines write. replay: the text's own continuation; free: greedy decoding",
         choices=("replay", "free"),
-        default="replay",
-        help="what engines write. replay: the text's own continuation; free: greedy decoding (default: replay)",
     )
-    add("--trials", type=int, default=5, help="number of timed runs in each of the four ways to run (default: 5)")
-    add(
+    flag("--trials", 5, "number of timed runs in each of the four ways to run")
+    flag(
         "--rows",
+        "warm",
+        "hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none",
         choices=("warm", "cold"),
-        default="warm",
-        help="hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none (default: warm)",
     )
-    add(
+    flag(
         "--ahead",
+        "auto",
+        "whether a step's body begins before the host has read the step's id. auto: on a GPU",
         choices=tuple(AHEAD),
-        default="auto",
-        help="whether a step's body begins before the host has read the step's id. auto: on a GPU (default: auto)",
     )
     add_model_arguments(parser)
     add_text_arguments(parser, SIZES)

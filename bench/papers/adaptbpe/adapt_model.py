@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
 from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
@@ -43,11 +43,8 @@ CONTEXT = 1024
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench adapt_model` to a parser."""
     add = parser.add_argument
-    add(
-        "--model",
-        default="stories-base",
-        help="plain or zip2zip model to adapt: a folder or the name of a bundled model (default: stories-base)",
-    )
+    flag = default_flags(add)
+    flag("--model", "stories-base", "plain or zip2zip model to adapt: a folder or the name of a bundled model")
     add(
         "--train",
         nargs="+",
@@ -63,14 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="held-out texts to measure bits per byte on; each NAME must also be in --train",
     )
     add_separator_flag(add)
-    add(
-        "--shares",
-        nargs="+",
-        type=float,
-        default=[0.25, 0.5, 0.75],
-        metavar="SHARE",
-        help="shares of the tokenizer's merges to keep, between 0 and 1 (default: 0.25 0.5 0.75)",
-    )
+    flag("--shares", [0.25, 0.5, 0.75], "shares of the tokenizer's merges to keep, between 0 and 1", metavar="SHARE")
     add(
         "--methods",
         nargs="+",
@@ -81,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_limit_bytes_flag(add, "each text of --test")
     add_limit_bytes_flag(add, "each text of --train", "--limit-train-bytes")
-    add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
+    flag("--batch-size", 8, "windows per model call")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

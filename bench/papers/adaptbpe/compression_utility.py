@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.recording import run_in_turns, summarize_samples, time_call
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
@@ -33,6 +33,7 @@ from mlx_zip.vocab.adaptbpe.tokenizer_json import exact_tokenizer_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench adaptbpe` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add(
         "--tokenizer",
         required=True,
@@ -53,22 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="held-out texts to count tokens in; each NAME must also be in --train",
     )
-    add(
-        "--merges",
-        type=int,
-        nargs="+",
-        default=[2000, 5000, 15000],
-        metavar="N",
-        help="numbers of merges to keep, measured one by one (default: 2000 5000 15000)",
-    )
-    add(
-        "--margin",
-        type=int,
-        default=0,
-        metavar="N",
-        help="make a swap of merges only if it saves more than N tokens of --train (default: 0)",
-    )
-    add("--trials", type=int, default=5, help="timed calls per measurement (default: 5)")
+    flag("--merges", [2000, 5000, 15000], "numbers of merges to keep, measured one by one", metavar="N")
+    flag("--margin", 0, "make a swap of merges only if it saves more than N tokens of --train", metavar="N")
+    flag("--trials", 5, "timed calls per measurement")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.recording import summarize_samples, time_call
 from mlx_zip.models.patches.patch_model import PlainModel
 from mlx_zip.text.documents import read_corpus
@@ -41,6 +41,7 @@ LOCAL = Tower(3, 512, 512, 8)  # local encoder; the local decoder is equal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench hbpe` to a parser."""
+    flag = default_flags(parser.add_argument)
     parser.add_argument(
         "--tokenizer",
         required=True,
@@ -50,15 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", help="text to encode into patches: .txt or .jsonl, also .gz (default: no text is encoded)"
     )
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        type=int,
-        default=list(SIZES),
-        metavar="S",
-        help=f"largest numbers of symbols in a patch, measured one by one (default: {' '.join(map(str, SIZES))})",
-    )
-    parser.add_argument("--trials", type=int, default=5, help="timed calls per measurement (default: 5)")
+    flag("--sizes", list(SIZES), "largest numbers of symbols in a patch, measured one by one", metavar="S")
+    flag("--trials", 5, "timed calls per measurement")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

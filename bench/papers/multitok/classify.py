@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.records import Record
 from mlx_zip.errors import MlxZipError
 
@@ -33,6 +33,7 @@ _KEPT = ("words", "epochs", "batch_size", "learning_rate")  # flags that the rec
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench classify` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add(
         "--train",
         type=Path,
@@ -44,22 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         help="vocabulary file of `bench tokens`; phrases are made of its ids (default: phrases are made of words)",
     )
-    add(
+    flag(
         "--settings",
-        nargs="+",
-        default=[PLAIN, "100,Max-Max", "100,2-2", "50,2-1"],
+        [PLAIN, "100,Max-Max", "100,2-2", "50,2-1"],
+        "ways to encode texts, as in the paper's table I: plain (no phrases), or per cent of --train that phrases "
+        "are learned from, most units per phrase in --train and in --test (Max: no limit), least uses of a phrase",
         metavar="S",
-        help="ways to encode texts, as in the paper's table I: plain (no phrases), or per cent of --train that phrases "
-        "are learned from, most units per phrase in --train and in --test (Max: no limit), least uses of a phrase "
-        "(default: plain 100,Max-Max 100,2-2 50,2-1)",
     )
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="random seeds, one training run each (default: 0 1 2)")
+    flag("--seeds", [0, 1, 2], "random seeds, one training run each")
     add("--samples", type=int, metavar="N", help="use at most N texts of --train (default: all)")
     add("--test-samples", type=int, metavar="N", help="use at most N texts of --test (default: all)")
-    add("--words", type=int, default=256, help="use at most this many words of each text (default: 256)")
-    add("--epochs", type=int, default=20, help="number of passes over --train (default: 20)")
-    add("--batch-size", type=int, default=1000, help="texts per training step (default: 1000)")
-    add("--learning-rate", type=float, default=RATE, help=f"learning rate of Adam (default: {RATE})")
+    flag("--words", 256, "use at most this many words of each text")
+    flag("--epochs", 20, "number of passes over --train")
+    flag("--batch-size", 1000, "texts per training step")
+    flag("--learning-rate", RATE, "learning rate of Adam")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.recording import summarize_samples, time_call
 from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.text.documents import read_corpus
@@ -52,6 +52,7 @@ SLOW_TRIALS = 3  # most trials of plain Python
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench multitok` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--text", nargs="+", metavar="FILE", help="texts to learn phrases from: .txt or .jsonl, also .gz")
     add(
         "--held-out",
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure only the speed of encoding, or only the ratios of tokens to units (default: both; with "
         "--tokenizer ratios)",
     )
-    add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
+    flag("--trials", 9, "timed calls per measurement")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

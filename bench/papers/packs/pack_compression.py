@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.recording import load_before_bench
 from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.codec import CodecParams, compress
@@ -41,6 +41,7 @@ Learner = Callable[[CodecParams, Sequence[Uint32s], int, int], Entries]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench packs` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"vocabulary file of the base ids: {KINDS}")
     add(
         "--train",
@@ -56,16 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DOMAIN=FILE",
         help="held-out texts to try every pack on; each DOMAIN of --train must be among them",
     )
-    add(
-        "--sizes",
-        type=int,
-        nargs="+",
-        default=list(SIZES),
-        metavar="N",
-        help=f"numbers of entries in a pack, tried one by one (default: {' '.join(map(str, SIZES))})",
-    )
-    add("--merge-size", type=int, default=4, help="largest number of base ids in an entry (default: 4)")
-    add("--window", type=int, default=256, help="compress every N base ids separately (default: 256)", metavar="N")
+    flag("--sizes", list(SIZES), "numbers of entries in a pack, tried one by one", metavar="N")
+    flag("--merge-size", 4, "largest number of base ids in an entry")
+    flag("--window", 256, "compress every N base ids separately", metavar="N")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import compare_bits, cut_scored_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
@@ -24,6 +24,7 @@ CONTEXT = 1024
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench pack_quality` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add_models(add)
     add("--data", nargs="+", metavar="FILE", help="held-out texts to score: .txt or .jsonl files, also with .gz")
     add_separator_flag(add)
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="pack files to measure; packs of the same NAME form one curve of the plot (default: no pack only)",
     )
-    add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
+    flag("--batch-size", 8, "windows per model call")
 
 
 def add_models(add: Any, required: bool = False) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream, upstream_sizes
 from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.recording import load_before_bench, run_in_turns, summarize_samples
@@ -33,9 +33,10 @@ CURVES = {"tokenizer": "tokenizer alone", "with_ours": "with mlx_zip", "with_ups
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench codec_latency` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--text", nargs="+", metavar="FILE", help="texts to tokenize and compress, .txt or .jsonl")
     add("--tokenizer", help="tokenizer of --text: a folder, a hub id or a vocabulary file")
-    add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
+    flag("--trials", 9, "timed calls per measurement")
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
