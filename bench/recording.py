@@ -192,7 +192,7 @@ def add_record_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(run: Callable[[Any], int | Iterable[Mapping[str, Any]]], args: Any, file: Path | None = None) -> int:
-    """Runs a bench and prints its records as JSON lines with the fields of `environment_fields`; returns 0.
+    """Runs a bench and prints its records with the fields of `environment_fields`; returns the exit status.
 
     run: returns the records, or an exit status if the bench prints or writes its results itself. file: all records are
     appended to it in the end, nothing if the bench fails. Raises `MlxZipError` before the bench begins if the machine
