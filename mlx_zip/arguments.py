@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from mlx_zip.errors import DataError, GenerationError, failure_reason
@@ -133,6 +133,25 @@ def check_flags_at_least(args: argparse.Namespace, least: float, *names: str, be
             if one is not None and not least <= one < below:
                 bounds = f"{least}" if below == math.inf else f"{least} and below {below}"
                 raise DataError(f"--{name.replace('_', '-')} must be at least {bounds}, got {one}")
+
+
+def default_flags(add: Any) -> Callable[..., None]:
+    """Returns a function that declares a flag with a default, for example `flag("--trials", 5, "number of runs")`.
+
+    The default is a value, or a list for a flag that takes several values. The flag's type and the end of its help,
+    "(default: 5)", follow from the default. Further options are those of `add`, a parser's or group's `add_argument`.
+    """
+
+    def flag(name: str, default: Any, purpose: str, **options: Any) -> None:
+        several = isinstance(default, list)
+        values = default if several else [default]
+        if several:
+            options["nargs"] = "+"
+        if not isinstance(values[0], str):
+            options["type"] = type(values[0])
+        add(name, default=default, help=f"{purpose} (default: {' '.join(map(str, values))})", **options)
+
+    return flag
 
 
 def add_trust_remote_code_flag(add: Any) -> None:
