@@ -27,14 +27,11 @@ SMALL_MB = 32  # size of weights below which auto takes MLX: it has answered bef
 _ON_TORCH = {  # flags that are refused with PyTorch: reason, or what to do instead
     "adapter_path": "merge the adapter with mlx_zip convert",
     "max_kv_size": "its KV caches do not rotate",
-    "kv_bits": "its KV caches are not quantized",
-    "kv_group_size": "its KV caches are not quantized",
-    "quantized_kv_start": "its KV caches are not quantized",
+    **dict.fromkeys(("kv_bits", "kv_group_size", "quantized_kv_start"), "its KV caches are not quantized"),
     "draft_model": "only MLX has draft models",
     "draft_exact": "only MLX chooses near-ties again",
     "prompt_cache_file": "its prompt caches are not kept in files",
-    "row_cache": "its rows are kept in memory only",
-    "row_cache_bytes": "its rows are kept in memory only",
+    **dict.fromkeys(("row_cache", "row_cache_bytes"), "its rows are kept in memory only"),
     "keep_cache": "its turns are read anew",
 }
 _ON_VLLM = {  # flags that are refused with vLLM: reason, or what to do instead
@@ -95,8 +92,10 @@ def choose_engine(args: argparse.Namespace, *models: Any, group: Any = None) -> 
 
     models: folders, hub ids or bundled models to run, downloaded if necessary; None is skipped. group: the machines of
     this run, None for one. Raises `ModelError` if a model is unknown, `ConfigError` if MLX does not have the device
-    that MLX_ZIP_DEVICE names, and `GenerationError` if only torch is installed and refuses a flag.
+    that MLX_ZIP_DEVICE names, and `GenerationError` if a name is empty, or only torch is installed and refuses a flag.
     """
+    if "" in models:
+        raise GenerationError("no model: --model is empty")
     if args.engine != AUTO:
         return
     args.engine, why = _pick_engine(args, [one for one in models if one is not None], group)

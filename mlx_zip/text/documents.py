@@ -90,7 +90,7 @@ def read_corpus(
             cut = True
             break
     if not documents:
-        raise DataError(f"{', '.join(names)}: no text to evaluate")
+        raise DataError(f"{', '.join(names)}: no text to read")
     return Corpus(names, tuple(documents), empty, cut)
 
 

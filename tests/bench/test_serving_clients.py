@@ -1,4 +1,4 @@
-"""The raw client of `bench serve`, and how it reads answers."""
+"""The client of `bench serve`, and how it reads answers."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def answered(parts, timeout_s=5.0, **options):
     async def both():
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            return await send_request(port, "/path", {"a": 1}, timeout_s=timeout_s, **options)
+            return await asyncio.to_thread(send_request, port, "/path", {"a": 1}, timeout_s=timeout_s, **options)
 
     return asyncio.run(both()), seen[0]
 

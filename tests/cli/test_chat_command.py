@@ -81,7 +81,7 @@ def test_a_loaded_question_without_an_answer_can_be_asked(tmp_path):
 @pytest.fixture
 def fake(monkeypatch):
     engine = FakeEngine()
-    monkeypatch.setattr(opening, "open_chosen_engine", lambda args, name, *given: engine)
+    monkeypatch.setattr(opening, "open_chosen_engine", lambda args, *given: engine)
     return engine
 
 

@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from mlx_zip.engine.mlx.generate import load
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT
-from support.command_line import runner
+from support.command_line import runner, shown
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -87,7 +87,9 @@ def test_a_text_without_tokens_is_refused(run, tmp_path):
 
 def test_compress_prints_a_table(run, text_file, model):
     _, out, _ = run(text_file, "--tokenizer", model, "--show", 3, command="compress")
-    assert len(out.splitlines()) == 3 + 2 + 3
+    figures, table = out.split("\n\n")
+    assert shown(figures)["text bytes"] == f"{20 * len(PROMPT):,}"
+    assert len(table.splitlines()) == 1 + 3
 
 
 @pytest.mark.parametrize(
