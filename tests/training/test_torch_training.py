@@ -183,7 +183,7 @@ def test_a_loss_without_training_multiplies_half_as_much():
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from mlx_zip.training.steps.torch_stepper import JointNats, compute_plain_losses
+    from mlx_zip.training.steps.torch_stepper import JointNats, compute_losses
 
     arrays = {"weights": torch.ones(2, 7), "targets": torch.arange(14).view(2, 7)}
     h, head = torch.randn(2, 7, 8), torch.randn(20, 8)
@@ -196,7 +196,7 @@ def test_a_loss_without_training_multiplies_half_as_much():
     assert found[1][1] > 0
     model: Any = SimpleNamespace(hidden_states=lambda *_: h, head=torch.nn.Parameter(head), zip=None, cap=None)
     with torch.no_grad(), FlopCounterMode(display=False) as count:
-        nats = compute_plain_losses(model, arrays, 7)["nats"]
+        nats = compute_losses(model, LossWeights(), arrays, 7)["nats"]
     assert (nats.item(), count.get_total_flops()) == found[1]
 
 

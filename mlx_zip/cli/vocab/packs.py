@@ -72,7 +72,8 @@ def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     args.window = WINDOW if args.window is None else args.window
     check_flags_at_least(args, 1, "size", "window", "most_ids")
     args.out = checked_output_path("--out", args.out, "a pack", SUFFIX)
-    plot, options = checked_plot_path(args.plot, [args.out]), make_prepare_options(args, train_on="all")
+    plot = checked_plot_path(args.plot, [args.out])
+    options = make_prepare_options(args, train_on="all", empty_start=True)
     held_out_texts = (make_similar_source(args.held_out, options.sources[0]),) if args.held_out else ()
     plan, tokenizer = make_preparation_plan(options, pads=False)
     texts = _encode_texts_to_learn(args, options.sources, tokenizer)
