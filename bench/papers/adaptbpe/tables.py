@@ -112,7 +112,8 @@ def _bits_cell(line: Record | None) -> str:
 
 
 def text_label(line: Record) -> str:
-    return TEXTS.get(line["text"], line["text"])
+    name: str = line["text"]
+    return TEXTS.get(name, name)
 
 
 def adapted_lines(lines: Sequence[Record]) -> list[Record]:
