@@ -85,6 +85,8 @@ def explain_wrong_fields(name: str) -> Iterator[None]:
         yield
     except KeyError as missing:
         raise MlxZipError(f"{name}: its records have no {missing}") from missing
+    except MlxZipError:  # some are a ValueError too
+        raise
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise MlxZipError(f"{name}: its records do not hold what they should: {error}") from error
 

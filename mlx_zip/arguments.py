@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -122,7 +121,7 @@ def suggest_nearest(word: str, choices: Iterable[str]) -> str:
 # ---- shared flags and checks
 
 
-def check_flags_at_least(args: argparse.Namespace, least: float, *names: str, below: float = math.inf) -> None:
+def check_flags_at_least(args: argparse.Namespace, least: float, *names: str, below: float | None = None) -> None:
     """Raises `DataError` unless the named flags have values from `least` on and below `below`. Skips flags not given.
 
     names: attributes of `args`, for example "most_ids" for --most-ids. If a flag has several values, all are checked.
@@ -130,8 +129,8 @@ def check_flags_at_least(args: argparse.Namespace, least: float, *names: str, be
     for name in names:
         value = getattr(args, name)
         for one in value if isinstance(value, list | tuple) else [value]:
-            if one is not None and not least <= one < below:
-                bounds = f"{least}" if below == math.inf else f"{least} and below {below}"
+            if one is not None and not (least <= one and (below is None or one < below)):
+                bounds = f"{least}" if below is None else f"{least} and below {below}"
                 raise DataError(f"--{name.replace('_', '-')} must be at least {bounds}, got {one}")
 
 

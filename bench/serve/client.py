@@ -48,12 +48,14 @@ def send_request(port: int, path: str, body: Any = None, *, timeout_s: float = 1
                 for line in answer:
                     if line.startswith(b"data:"):
                         reply.events.append((time.perf_counter() - sent, parse_json_or_text(line[5:].strip())))
+                is_whole = bool(reply.events) and reply.events[-1][1] == END
             else:
-                reply.body = parse_json_or_text(answer.read())
+                found = answer.read()
+                reply.body, is_whole = parse_json_or_text(found), bool(found)
             reply.seconds = time.perf_counter() - sent
     except (OSError, HTTPException) as error:
         raise MlxZipError(f"{path} on port {port}: no whole answer ({type(error).__name__}: {error})") from error
-    if not reply.body and (not reply.events or reply.events[-1][1] != END):
+    if not is_whole:
         raise MlxZipError(f"{path} on port {port}: no whole answer (its end is missing)")
     return reply
 

@@ -103,14 +103,15 @@ def read_file_or_standard_input(file: str) -> str:
 
 def model_codec_params(tokenizer: str) -> Any:
     """Returns the codec parameters of the zip2zip model whose tokenizer was named, None for any other tokenizer."""
-    from mlx_zip.models.model_folder import read_model_codec, read_model_config
+    from mlx_zip.files import read_json_object
+    from mlx_zip.models.model_folder import read_model_codec
     from mlx_zip.text.tokenizers import tokenizer_folder
 
     path = resolve_model_name(tokenizer)
     if path.is_file() and path.name != "tokenizer.json":
         return None
-    folder = tokenizer_folder(tokenizer)
-    return read_model_codec(read_model_config(folder)) if (folder / "config.json").is_file() else None
+    config = tokenizer_folder(tokenizer) / "config.json"
+    return read_model_codec(read_json_object(config, constants=True)) if config.is_file() else None
 
 
 def choose_codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> Any:

@@ -59,9 +59,10 @@ def run(args: argparse.Namespace) -> int:
         raise GenerationError("--prompt -: mlx.launch does not pass on the end of standard input; give the text itself")
     engines.choose_engine(args, args.model, group=group)
     prompt = read_prompt(args.prompt)
-    from mlx_zip.engine.sampling.options import parse_logit_bias
+    from mlx_zip.engine.sampling.options import Sampling, parse_logit_bias
 
     sampling = {**read_sampling_flags(args), "logit_bias": parse_logit_bias(biases)}
+    Sampling.from_options(sampling)  # refuses a bias out of range
     if engines.is_torch_engine(args):
         return _generate_on_torch(args, prompt, sampling)
 

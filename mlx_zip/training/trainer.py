@@ -295,7 +295,7 @@ class Trainer:
         return text
 
     def measure_validation(self) -> tuple[dict[str, float], str]:
-        """Measures the model on `validation_batches`. Returns the figures, for the log and as text.
+        """Measures the model on `_validation_batches`. Returns the figures, for the log and as text.
 
         Each sample's first id is read but not predicted, so it counts neither in `ids` nor in `base_ids`.
         """

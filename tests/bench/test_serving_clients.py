@@ -44,6 +44,10 @@ def test_a_whole_answer_is_read_by_its_length():
     assert request.endswith(b'{"a": 1}')
 
 
+def test_an_empty_object_is_a_whole_answer():
+    assert answered([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"])[0].body == {}
+
+
 def test_events_are_read_wherever_their_bytes_are_cut():
     text = b': note\n\ndata: {"n": 1}\n\ndata: {"n": 2}\n\ndata: [DONE]\n\n'
     reply, _ = answered(chunked(*(text[i : i + 7] for i in range(0, len(text), 7))))

@@ -74,6 +74,7 @@ def test_a_bench_that_cannot_run_is_one_line(flags, capsys):
         (["--logit-bias", '{"a": 1}'], "--logit-bias"),
         (["--logit-bias", '{"1": 1' + "0" * 400 + "}"], "--logit-bias: a number is too long"),
         (["--logit-bias", "[" * 100_000], "--logit-bias is not valid JSON"),
+        (["--logit-bias", '{"1": 1e30}', "--engine", "torch", "--model", "/no/such"], "--logit-bias"),
         (["--chat-template-config", '{"messages": 1}'], "--chat-template-config: messages cannot be set"),
         (["--chat-template-config", '{"tools": 5}'], "the chat template cannot render"),
         (["--repetition-penalty", 2, "--repetition-context-size", 10**23], "--repetition-context-size"),

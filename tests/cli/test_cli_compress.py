@@ -1,6 +1,8 @@
 """`mlx_zip compress`, in process: its counts are the codec's."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -68,6 +70,21 @@ def test_a_tokenizer_file_is_enough(run, text_file, model):
     flags = ("--tokenizer", f"{model}/tokenizer.json", "--merge-size", 5, "--codebook-size", 17, "--json")
     record = compress(run, text_file, *flags)
     assert (record["merge_size"], record["codebook_size"], record["entries"]) == (5, 17, 17)
+
+
+def test_a_folder_whose_config_names_no_architecture_is_a_tokenizer(run, text_file, model, tmp_path):
+    copied = tmp_path / "tokenizer"
+    shutil.copytree(model, copied, ignore=shutil.ignore_patterns("*.safetensors"))
+    (copied / "config.json").write_text("{}")
+    record = compress(run, text_file, "--tokenizer", str(copied), "--json")
+    assert record == compress(run, text_file, "--tokenizer", str(copied), "--merge-size", 3, "--json")
+
+
+def test_a_models_tokenizer_file_brings_the_models_codec(run, text_file, model):
+    file = str(Path(model) / "tokenizer.json")
+    assert compress(run, text_file, "--tokenizer", file, "--json") == compress(
+        run, text_file, "--tokenizer", model, "--json"
+    )
 
 
 def test_digits_can_be_kept_from_merging(run, tmp_path, model):

@@ -85,6 +85,7 @@ def _follow_first_machine(args: argparse.Namespace, group: Any) -> int:
 def _check_serve_flags(args: argparse.Namespace) -> None:
     """Raises `MlxZipError` if a value is out of range."""
     check_serving_flags(args)
+    read_sampling_flags(args)
     check_flags_at_least(args, 1, "decode_concurrency", "max_prompt_tokens")
     check_flags_at_least(args, 0, "max_waiting")
     check_flags_at_least(args, 0, "port", below=1 << 16)

@@ -123,8 +123,12 @@ def _write_ids(path: Path, samples: Any) -> None:
     """Writes samples of ids to a file, one JSON list per line. Raises `DataError` if the file cannot be written."""
     from mlx_zip.files import atomic_file
 
-    with errors_as(DataError, str(path), OSError), atomic_file(path) as partial:
-        partial.write_text("".join(f"{json.dumps(ids.tolist())}\n" for ids in samples), encoding="ascii")
+    with (
+        errors_as(DataError, str(path), OSError),
+        atomic_file(path) as partial,
+        open(partial, "w", encoding="ascii") as file,
+    ):
+        file.writelines(f"{json.dumps(ids.tolist())}\n" for ids in samples)
 
 
 # ---- train

@@ -101,8 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Any:
     """Tunes the pack and writes it. Raises `MlxZipError`.
 
-    Returns a record. If a signal ended the run, whose last step is then saved, returns
-    the exit status 129, 130 or 143.
+    Returns a record. If a signal ended the run, whose last step is then saved, returns the exit status 129, 130 or 143.
     """
     from mlx_zip.packs.pack import SUFFIX, load_pack
     from mlx_zip.training.pack_tuning import load_model_to_tune, tune_pack
