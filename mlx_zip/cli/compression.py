@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.cli.actions import (
     add_json_flag,
     add_show_flag,
@@ -68,10 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compresses the text and prints what its hypertokens save; returns 0. Raises `MlxZipError`."""
-    if args.show < 0 or (args.window is not None and args.window < 1):
-        raise GenerationError("--show must be at least 0 and --window at least 1")
+    from mlx_zip.codec.params import MAX_CODEBOOK, MAX_MERGE
     from mlx_zip.text.vocabularies import read_vocabulary
 
+    check_flags_at_least(args, 0, "show")
+    check_flags_at_least(args, 1, "window")
+    check_flags_at_least(args, 1, "merge_size", below=MAX_MERGE + 1)
+    check_flags_at_least(args, 0, "codebook_size", below=MAX_CODEBOOK + 1)
     text = read_file_or_standard_input(args.file)
     try:
         vocabulary = read_vocabulary(args.tokenizer)
@@ -93,7 +97,7 @@ def read_file_or_standard_input(file: str) -> str:
     try:
         text = read_standard_input() if file == "-" else Path(file).read_bytes().decode("utf-8")
     except OSError as error:
-        raise GenerationError(f"{file}: {error.strerror}") from error
+        raise GenerationError(f"{file or 'the empty path'}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise GenerationError(f"{file} is not valid UTF-8 at byte {error.start}") from error
     if not text:

@@ -92,10 +92,8 @@ def choose_engine(args: argparse.Namespace, *models: Any, group: Any = None) -> 
 
     models: folders, hub ids or bundled models to run, downloaded if necessary; None is skipped. group: the machines of
     this run, None for one. Raises `ModelError` if a model is unknown, `ConfigError` if MLX does not have the device
-    that MLX_ZIP_DEVICE names, and `GenerationError` if a name is empty, or only torch is installed and refuses a flag.
+    that MLX_ZIP_DEVICE names, and `GenerationError` if only torch is installed and refuses a flag.
     """
-    if "" in models:
-        raise GenerationError("no model: --model is empty")
     if args.engine != AUTO:
         return
     args.engine, why = _pick_engine(args, [one for one in models if one is not None], group)

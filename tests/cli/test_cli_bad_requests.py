@@ -116,7 +116,7 @@ def test_an_error_cannot_steer_the_terminal(run):
 
 def test_an_empty_model_name_is_no_model(capsys):
     assert cli.main(["generate", "--model", ""]) == 2
-    assert capsys.readouterr().err.startswith("error: no model")
+    assert capsys.readouterr().err == "error: the name of the model is empty\n"
 
 
 def test_without_a_model_the_bundled_one_is_meant(run, monkeypatch, tmp_path):

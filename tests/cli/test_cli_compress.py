@@ -118,7 +118,9 @@ def test_compress_prints_a_table(run, text_file, model):
         (["TEXT", "--tokenizer", "BAD"], "--tokenizer"),
         (["TEXT", "--tokenizer", "nobody/nothing"], "--tokenizer nobody/nothing"),
         (["TEXT", "--tokenizer", "MODEL", "--window", "0"], "--window"),
-        (["TEXT", "--tokenizer", "MODEL", "--merge-size", "99"], "merge"),
+        (["TEXT", "--tokenizer", "MODEL", "--merge-size", "99"], "--merge-size must be at least 1 and below 17"),
+        (["TEXT", "--tokenizer", "MODEL", "--codebook-size", "-1"], "--codebook-size must be at least 0"),
+        (["", "--tokenizer", "MODEL"], "the empty path: Is a directory"),
     ],
 )
 def test_what_cannot_be_compressed_is_one_line(run, flags, named, tmp_path, text_file, model):

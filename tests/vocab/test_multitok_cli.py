@@ -199,7 +199,7 @@ def test_the_ids_of_a_tokenizer_can_be_the_units(run, tmp_path):
         (("encode", "a.mtok"), "encode needs --data"),
         (("stats", "a.mtok", "--show", -1), "--show must be at least 0"),
         (("train", "--data", "some.jsonl", "--out", "a.mtok", "--prune-mode", "single"), "--prune K"),
-        (("train", "--data", "some.jsonl", "--out", "a.mtok", "--prune", -1), "at_most"),
+        (("train", "--data", "some.jsonl", "--out", "a.mtok", "--prune", -1), "--prune must be at least 0"),
         (("train", "--data", "some.jsonl", "--out", "a.mtok", "--fraction", 101), "percent"),
         (("train", "--data", "some.jsonl", "--out", "a.mtok", "--fraction", "nan"), "percent"),
         (("train", "--data", "some.jsonl", "--out", "a.mtok", "--window", -1), "--window"),

@@ -219,7 +219,7 @@ def _check_train_flags(args: argparse.Namespace) -> tuple[Path, Path | None, Pat
 
     Raises `MlxZipError` if a file cannot be written or flags exclude each other.
     """
-    check_flags_at_least(args, 0, "window")
+    check_flags_at_least(args, 0, "window", "prune")
     if args.prune_mode and args.prune is None:
         raise GenerationError("--prune-mode needs --prune K")
     if args.words_of and args.tokenizer:
