@@ -20,8 +20,8 @@ from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.encoder import attend_in_entries, embed_entries, pool_places
 from mlx_zip.cuda.kernels.head import joint_head
 from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding
-from mlx_zip.cuda.kernels.matvec import matvec
 from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.products import matvec
 
 Work = Callable[[str | None], object]  # takes the kernel's argument `impl`
 Made = TypeVar("Made")

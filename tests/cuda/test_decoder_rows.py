@@ -175,11 +175,11 @@ def test_a_step_is_made_of_kernels_that_a_graph_can_hold(family, bits, rows):
     with counting_launches() as found:
         decoder.step(h, ones, kv, active=ones)
     assert found.names == {
-        "matvec.reference_matvec": 4 * 2,  # of two layers
+        "products.reference_matvec": 4 * 2,  # of two layers
         "rope.reference_rope_and_cache": 2,
         "attention.reference_decode_attention": 2
         * (2 if decoder.layers[0].window is None else 1),  # a short window is one part
-        "activations.reference_rms_norm": 1,
+        "products.reference_rms_norm": 1,
         "add": 1,
         "add_": 1,
     }

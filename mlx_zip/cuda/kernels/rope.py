@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from mlx_zip.cuda.kernels.activations import normalize_rms
 from mlx_zip.cuda.kernels.dispatch import check_shape, should_use_triton, to_reference_dtype
+from mlx_zip.cuda.kernels.products import normalize_rms
 
 
 class Rotation(NamedTuple):

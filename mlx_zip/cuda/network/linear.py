@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from mlx_zip.cuda.kernels.activations import rms_norm, silu_gate
-from mlx_zip.cuda.kernels.matvec import MAX_VECTORS, matvec
 from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack, unpack_levels
+from mlx_zip.cuda.kernels.products import MAX_VECTORS, matvec, rms_norm, silu_gate
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels import activations, encoder  # noqa: E402
+from mlx_zip.cuda.kernels import encoder, products  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention, reference_decode_attention  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head, reference_joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding, reference_hyper_embedding  # noqa: E402
-from mlx_zip.cuda.kernels.matvec import matvec, reference_matvec  # noqa: E402
 from mlx_zip.cuda.kernels.packed import dequantize, unpack  # noqa: E402
+from mlx_zip.cuda.kernels.products import matvec, reference_matvec  # noqa: E402
 from mlx_zip.cuda.kernels.rope import Rotation, reference_rope_and_cache, rope_and_cache  # noqa: E402
 from mlx_zip.cuda.kernels.triton import attention as attention_triton  # noqa: E402
 from mlx_zip.cuda.kernels.triton import head as head_triton  # noqa: E402
-from mlx_zip.cuda.kernels.triton import matvec as matvec_triton  # noqa: E402
+from mlx_zip.cuda.kernels.triton import products as products_triton  # noqa: E402
 from support.slow_cases import slow_but  # noqa: E402
 
 HEAD_WIDTHS = (64, 80, 96, 128)
@@ -168,11 +168,11 @@ def test_norms_gates_and_unpacked_matrices(guard, matrix, draw):
     x, gate_up = guard(torch.randn(count, width).to(dtype)), guard(torch.randn(count, 2 * width).to(dtype))
     factors = guard((1 + torch.rand(width)).to(dtype))
     near(
-        activations.rms_norm(x, factors, 1e-5, impl="triton"),
-        activations.reference_rms_norm(x.double(), factors.double(), 1e-5),
+        products.rms_norm(x, factors, 1e-5, impl="triton"),
+        products.reference_rms_norm(x.double(), factors.double(), 1e-5),
         dtype,
     )
-    near(activations.silu_gate(gate_up, impl="triton"), activations.reference_silu_gate(gate_up.double()), dtype)
+    near(products.silu_gate(gate_up, impl="triton"), products.reference_silu_gate(gate_up.double()), dtype)
     packed, exact = matrix(draw, draw.randint(1, 40), dtype)
     if not isinstance(packed, torch.Tensor):
         near(unpack(packed, dtype, impl="triton"), exact, dtype)
@@ -189,8 +189,8 @@ def test_empty_inputs_give_empty_results():
         assert encoder.embed_entries(ids, torch.ones(3, 4), None, impl).shape == (0, 2, 4)
         assert encoder.attend_in_entries(torch.ones(0, 2, 12), none, 2, "both", impl).shape == (0, 2, 4)
         assert encoder.pool_places(torch.ones(0, 2, 4), none, "real", impl).shape == (0, 4)
-        assert activations.silu_gate(torch.ones(0, 4), impl).shape == (0, 2)
-        assert activations.rms_norm(torch.ones(0, 4), torch.ones(4), 1e-5, impl=impl).shape == (0, 4)
+        assert products.silu_gate(torch.ones(0, 4), impl).shape == (0, 2)
+        assert products.rms_norm(torch.ones(0, 4), torch.ones(4), 1e-5, impl=impl).shape == (0, 4)
         cache = torch.ones(0, 1, 5, 4)
         assert decode_attention(torch.ones(0, 2, 4), cache, cache, none, impl=impl).shape == (0, 2, 4)
         assert matvec(torch.ones(0, 4), torch.ones(3, 4), impl=impl).shape == (0, 3)
@@ -204,7 +204,7 @@ def test_empty_inputs_give_empty_results():
 
 def test_float16_operands_as_they_are_on_a_gpu(guard, monkeypatch):
     """The interpreter multiplies float16 matrices rightly, so what it upcasts for bfloat16 is tried without that."""
-    for module in (attention_triton, head_triton, matvec_triton):
+    for module in (attention_triton, head_triton, products_triton):
         monkeypatch.setattr(module, "is_interpreted", lambda: False)
     q, keys, values = (guard(torch.randn(shape).half()) for shape in ((2, 4, 24), (2, 2, 70, 24), (2, 2, 70, 24)))
     got = decode_attention(q, keys, values, guard(torch.tensor([70, 33])), impl="triton")
