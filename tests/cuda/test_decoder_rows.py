@@ -176,7 +176,7 @@ def test_a_step_is_made_of_kernels_that_a_graph_can_hold(family, bits, rows):
         decoder.step(h, ones, kv, active=ones)
     assert found.names == {
         "products.reference_matvec": 4 * 2,  # of two layers
-        "rope.reference_rope_and_cache": 2,
+        "attention.reference_rope_and_cache": 2,
         "attention.reference_decode_attention": 2
         * (2 if decoder.layers[0].window is None else 1),  # a short window is one part
         "products.reference_rms_norm": 1,

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mlx_zip.cuda.kernels.attention import decode_attention
+from mlx_zip.cuda.kernels.attention import Rotation, decode_attention, rope_and_cache
 from mlx_zip.cuda.kernels.products import rms_norm
-from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
 from mlx_zip.cuda.network.checkpoint import TensorFolder
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
 from mlx_zip.cuda.network.kv_cache import KVCache, make_kv_cache

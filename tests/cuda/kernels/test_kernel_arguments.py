@@ -8,10 +8,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import dispatch, encoder  # noqa: E402
+from mlx_zip.cuda.kernels.attention import Rotation, rope_and_cache  # noqa: E402
 from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
 from mlx_zip.cuda.kernels.products import silu_gate  # noqa: E402
-from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache  # noqa: E402
 
 ONE = torch.ones(1, dtype=torch.int64)
 IDS = torch.zeros((1, 3), dtype=torch.int64)

@@ -10,12 +10,17 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from mlx_zip.cuda.kernels import encoder, products  # noqa: E402
-from mlx_zip.cuda.kernels.attention import decode_attention, reference_decode_attention  # noqa: E402
+from mlx_zip.cuda.kernels.attention import (  # noqa: E402
+    Rotation,
+    decode_attention,
+    reference_decode_attention,
+    reference_rope_and_cache,
+    rope_and_cache,
+)
 from mlx_zip.cuda.kernels.head import joint_head, reference_joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding, reference_hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.packed import dequantize, unpack  # noqa: E402
 from mlx_zip.cuda.kernels.products import matvec, reference_matvec  # noqa: E402
-from mlx_zip.cuda.kernels.rope import Rotation, reference_rope_and_cache, rope_and_cache  # noqa: E402
 from mlx_zip.cuda.kernels.triton import attention as attention_triton  # noqa: E402
 from mlx_zip.cuda.kernels.triton import head as head_triton  # noqa: E402
 from mlx_zip.cuda.kernels.triton import products as products_triton  # noqa: E402
