@@ -20,9 +20,8 @@ from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, config_with_hy
 from mlx_zip.cuda import kernels  # noqa: E402
 from mlx_zip.cuda.kernels import products  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
-from mlx_zip.cuda.kernels.encoder import embed_entries  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
-from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding  # noqa: E402
+from mlx_zip.cuda.kernels.hyper_rows import embed_entries, hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.kernels.products import rms_norm  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
@@ -127,7 +126,7 @@ def test_a_packed_tables_rows_count_as_they_are_packed():
         hyper_embedding(ids, table, rows, 100, "reference")
         embed_entries(ids, table, None, "reference")
     assert found.sizes["hyper_rows.reference_hyper_embedding"] == 3 * 8 + 2 * row + F4 * 64 + 3 * F4 * 64
-    assert found.sizes["encoder.reference_embed_entries"] == 3 * 8 + 3 * row + 3 * F4 * 64
+    assert found.sizes["hyper_rows.reference_embed_entries"] == 3 * 8 + 3 * row + 3 * F4 * 64
 
 
 @pytest.mark.parametrize("places", [32, 300])

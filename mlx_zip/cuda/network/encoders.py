@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import gelu, layer_norm
 
 from mlx_zip.config import EncoderConfig
-from mlx_zip.cuda.kernels.encoder import attend_in_entries, embed_entries, pool_places
+from mlx_zip.cuda.kernels.hyper_rows import attend_in_entries, embed_entries, pool_places
 from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack
 from mlx_zip.cuda.network.linear import Linear, fused_product, join_by_rows
 from mlx_zip.errors import ConfigError

@@ -12,9 +12,16 @@ from itertools import product
 import torch
 
 from mlx_zip.cuda.kernels.attention import Rotation, decode_attention, rope_and_cache
-from mlx_zip.cuda.kernels.encoder import MASKS, POOLS, attend_in_entries, embed_entries, pool_places
 from mlx_zip.cuda.kernels.head import joint_head
-from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding, install_rows
+from mlx_zip.cuda.kernels.hyper_rows import (
+    MASKS,
+    POOLS,
+    attend_in_entries,
+    embed_entries,
+    hyper_embedding,
+    install_rows,
+    pool_places,
+)
 from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack
 from mlx_zip.cuda.kernels.products import matvec, rms_norm, silu_gate
 

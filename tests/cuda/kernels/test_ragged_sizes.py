@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels import encoder, products  # noqa: E402
+from mlx_zip.cuda.kernels import hyper_rows, products  # noqa: E402
 from mlx_zip.cuda.kernels.attention import (  # noqa: E402
     Rotation,
     decode_attention,
@@ -126,8 +126,8 @@ def test_rows_of_any_entries(guard, matrix, draw):
     table, exact = matrix(draw, height, dtype)
     places = guard(torch.randn(length + draw.randint(0, 2), table.shape[1]).to(dtype)) if draw.random() < 0.6 else None
     entries = guard(torch.randint(-1, height + 1, (count, length)))
-    got = encoder.embed_entries(entries, table, places, impl="triton")
-    wanted = encoder.reference_embed_entries(entries, exact, None if places is None else places.double())
+    got = hyper_rows.embed_entries(entries, table, places, impl="triton")
+    wanted = hyper_rows.reference_embed_entries(entries, exact, None if places is None else places.double())
     near(got, wanted, dtype)
 
 
@@ -136,14 +136,14 @@ def test_attention_and_pooling_of_any_entries(guard, draw):
     each, dtype = draw.choice((*HEAD_WIDTHS, draw.randint(1, 70))), draw.choice(DTYPES)
     lengths = guard(torch.randint(1, length + 1, (count,)))
     qkv = guard(torch.randn(count, length, 3 * heads * each).to(dtype))
-    for mask in encoder.MASKS:
-        got = encoder.attend_in_entries(qkv, lengths, heads, mask, impl="triton")
-        near(got, encoder.reference_attend_in_entries(qkv.double(), lengths, heads, mask), dtype)
+    for mask in hyper_rows.MASKS:
+        got = hyper_rows.attend_in_entries(qkv, lengths, heads, mask, impl="triton")
+        near(got, hyper_rows.reference_attend_in_entries(qkv.double(), lengths, heads, mask), dtype)
     x = guard(torch.randn(count, length, draw.randint(1, 1100)).to(dtype))
-    for kind in encoder.POOLS:
+    for kind in hyper_rows.POOLS:
         near(
-            encoder.pool_places(x, lengths, kind, impl="triton"),
-            encoder.reference_pool_places(x.double(), lengths, kind),
+            hyper_rows.pool_places(x, lengths, kind, impl="triton"),
+            hyper_rows.reference_pool_places(x.double(), lengths, kind),
             dtype,
         )
 
@@ -191,9 +191,9 @@ def test_empty_inputs_give_empty_results():
     none, flags = torch.zeros(0, dtype=torch.int64), torch.zeros((0, 0), dtype=torch.bool)
     for impl in ("triton", "reference"):
         assert hyper_embedding(ids, torch.ones(3, 4), no_rows[:0], 3, impl).shape == (0, 2, 4)
-        assert encoder.embed_entries(ids, torch.ones(3, 4), None, impl).shape == (0, 2, 4)
-        assert encoder.attend_in_entries(torch.ones(0, 2, 12), none, 2, "both", impl).shape == (0, 2, 4)
-        assert encoder.pool_places(torch.ones(0, 2, 4), none, "real", impl).shape == (0, 4)
+        assert hyper_rows.embed_entries(ids, torch.ones(3, 4), None, impl).shape == (0, 2, 4)
+        assert hyper_rows.attend_in_entries(torch.ones(0, 2, 12), none, 2, "both", impl).shape == (0, 2, 4)
+        assert hyper_rows.pool_places(torch.ones(0, 2, 4), none, "real", impl).shape == (0, 4)
         assert products.silu_gate(torch.ones(0, 4), impl).shape == (0, 2)
         assert products.rms_norm(torch.ones(0, 4), torch.ones(4), 1e-5, impl=impl).shape == (0, 4)
         cache = torch.ones(0, 1, 5, 4)
