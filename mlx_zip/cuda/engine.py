@@ -25,7 +25,6 @@ from mlx_zip.cuda.devices import (
 )
 from mlx_zip.cuda.group import CudaGroup, CudaReading
 from mlx_zip.cuda.model import CudaModel, open_model
-from mlx_zip.cuda.network.kv_cache import kv_cache_bytes
 from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.sequence import SequenceState
@@ -186,7 +185,7 @@ class CudaServed(ServedByEngine):
         self.by_base = config is not None and config.position_mode == "base_token_end"
         self.canonical = config is not None and config.canonical
         self.vocab_size = model.layout.vocab_size
-        self.kv_bytes_per_id = kv_cache_bytes(decoder, 1, 1, model.dtype)
+        self.kv_bytes_per_id = decoder.kv_bytes_per_id(model.dtype)
         trained: int | None = model.folder.config.get("max_position_embeddings")
         capacity = self._ids_per_request(options, trained)
         self.context = trained if self.by_base else min(capacity, trained or capacity)

@@ -14,7 +14,7 @@ import torch
 
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.network.frequencies import LONG, SHORT
+from mlx_zip.cuda.network.decoder_config import LONG, SHORT
 from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.cuda.sequence import SequenceStart
 from mlx_zip.cuda.sequence_reader import CHUNK

@@ -10,7 +10,7 @@ import torch
 
 from mlx_zip.cuda.hyper_rows import HyperRowTables
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.network.kv_cache import KVCache
+from mlx_zip.cuda.network.decoder import KVCache
 from mlx_zip.cuda.sequence import SequenceState
 from mlx_zip.cuda.transfers import ids_to_device
 

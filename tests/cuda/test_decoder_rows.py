@@ -15,9 +15,8 @@ pytest.importorskip("mlx.core")
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
 from mlx_zip.cuda.network.checkpoint import read_tensor_folder  # noqa: E402
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
-from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
-from mlx_zip.cuda.network.frequencies import LONG, SHORT  # noqa: E402
-from mlx_zip.cuda.network.kv_cache import KVCache  # noqa: E402
+from mlx_zip.cuda.network.decoder import Decoder, KVCache  # noqa: E402
+from mlx_zip.cuda.network.decoder_config import LONG, SHORT  # noqa: E402
 from support.kernel_launches import counting_launches  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen3"]
