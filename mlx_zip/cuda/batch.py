@@ -24,9 +24,8 @@ from mlx_zip.codec.ids import as_ids
 from mlx_zip.cuda.graphs import CudaGraphs, graph_batch_size
 from mlx_zip.cuda.hyper_rows import HyperRowTables, NewEntryRows
 from mlx_zip.cuda.kernels.head import HeadOutput
-from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.sequence import ReadDraft, SequenceStart, SequenceState, Snapshot
-from mlx_zip.cuda.sequence_reader import SequenceReader
+from mlx_zip.cuda.model import CudaModel, SequenceStart
+from mlx_zip.cuda.sequence import ReadDraft, SequenceReader, SequenceState, Snapshot
 from mlx_zip.cuda.transfers import Download, Upload
 from mlx_zip.engine.drafts import Draft
 from mlx_zip.errors import CodecError, ModelError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, joint_head_on_cpu
 from mlx_zip.cuda.network.decoder import Decoder
 from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
 from mlx_zip.cuda.network.linear import HalfMatrix, Linear
-from mlx_zip.cuda.sequence import SequenceStart
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.files import read_json_object
 from mlx_zip.layout import Layout
@@ -77,6 +76,29 @@ def open_model(
     elif config is not None:
         use_pack_in_folder(folder.path, config.start, lambda: model.tokenizer, model.use_pack)
     return model
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceStart:
+    """What sequences with the same pack begin with.
+
+    params: the codec's parameters, start entries included. rows: tuned rows [P, sides, D] of the start entries, on the
+    device, or None. pack: the pack or entries that the start was made from, held so that its `id()` is not reused.
+    """
+
+    params: CodecParams
+    rows: torch.Tensor | None
+    pack: Any
+
+    @property
+    def entry_count(self) -> int:
+        """The number of start entries."""
+        return len(self.params.start or ())
+
+    @property
+    def tuned_count(self) -> int:
+        """The number of start entries with tuned rows: all start entries or none."""
+        return 0 if self.rows is None else len(self.rows)
 
 
 class CudaModel:

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook
-from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.model import CudaModel, SequenceStart
 from mlx_zip.cuda.network.decoder_config import LONG, SHORT
 from mlx_zip.cuda.sampling import exclude_ids
-from mlx_zip.cuda.sequence import SequenceStart
-from mlx_zip.cuda.sequence_reader import CHUNK
+from mlx_zip.cuda.sequence import CHUNK
 from mlx_zip.cuda.transfers import ids_to_device
 from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.scored import LOGITS, Compressed, Scored

@@ -359,7 +359,7 @@ def kept_on_disk(folder, prompt, family="llama", **options):
 
 
 def test_a_session_beyond_longrope_s_switch_goes_on_after_a_restart_without_being_read_again(tmp_path, monkeypatch):
-    from mlx_zip.cuda.sequence_reader import SequenceReader
+    from mlx_zip.cuda.sequence import SequenceReader
 
     whole, begins = SequenceReader._run_body_over_spans, []
     text = kept_on_disk(tmp_path, tiny.base_ids(80), "phi3")
