@@ -43,7 +43,6 @@ from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, GenerationError, ModelError
-from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 DEFAULT_SESSIONS = SessionOptions()
@@ -116,8 +115,17 @@ def open_cuda_engine(
     where = device_from_environment() if device is None else device
 
     def load() -> tuple[CudaModel, Any]:
-        model = open_model(model_name, where, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
-        return model, tokenizer_with_options(model, tokenizer_config or {}, trust_remote_code)
+        model = open_model(
+            model_name,
+            where,
+            dtype,
+            pack=pack,
+            codebook_size=codebook_size,
+            canonical=canonical,
+            trust_remote_code=trust_remote_code,
+            chat_template=(tokenizer_config or {}).get("chat_template"),
+        )
+        return model, model.tokenizer
 
     check_draft_options(draft)
     if draft == "head":
@@ -149,18 +157,6 @@ def device_from_environment(needs_card: bool = False) -> torch.device:
         return find_device("cpu" if asked == "cpu" else "cuda" if asked == "gpu" or needs_card else None)
     except ModelError as error:
         raise ModelError(f"{error} ({DEVICE_VARIABLE}=cpu computes on the CPU)") from error
-
-
-def tokenizer_with_options(model: CudaModel, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
-    """Returns the model's tokenizer. config: its `chat_template`, if any, replaces the tokenizer's own."""
-    found = model.tokenizer
-    if trust_remote_code:
-        ends = found.eos_token_ids
-        found = load_tokenizer(model.folder.path, trust_remote_code=True)
-        found.eos_token_ids.update(ends)
-    if (template := config.get("chat_template")) is not None:
-        found._tokenizer.chat_template = template
-    return found
 
 
 # ---- the model that an engine serves; used in the engine's thread only

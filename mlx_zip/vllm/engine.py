@@ -44,10 +44,10 @@ from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, EngineError, GenerationError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.decoder_options import has_tied_head
-from mlx_zip.models.model_folder import find_model_folder, read_model_config
+from mlx_zip.models.model_folder import find_model_folder, load_model_tokenizer, read_eos_ids, read_model_config
 from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import Pack, resolve_pack
-from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
+from mlx_zip.text.tokenizers import Tokenizer
 from mlx_zip.vllm.config import Zip2ZipConfig, config_of_export, register
 from mlx_zip.vllm.packs import HYPERTOKENS, TELL_BROKEN, pack_arguments
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -197,9 +197,7 @@ def load_on_vllm(
         )
     with _wrong_arguments():
         vllm_args = EngineArgs(**options)
-    tokenizer = load_tokenizer(folder, trust_remote_code=args["trust_remote_code"])
-    if chat_template is not None:
-        tokenizer._tokenizer.chat_template = chat_template
+    tokenizer = load_model_tokenizer(folder, read_eos_ids(folder, keys), args["trust_remote_code"], chat_template)
     tied = has_tied_head(keys) if made is None else made.decoder_config().tie_word_embeddings
     start = None if pack is None else resolve_pack(pack)
     fingerprint = folder_fingerprint(folder, tied)
