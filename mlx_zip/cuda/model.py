@@ -21,9 +21,9 @@ from mlx_zip.cuda.kernels.packed import Matrix
 from mlx_zip.cuda.network.checkpoint import TensorFolder, folder_fingerprint, read_tensor_folder
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, joint_head_on_cpu
 from mlx_zip.cuda.network.decoder import Decoder
-from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
+from mlx_zip.cuda.network.encoders import make_encoders
 from mlx_zip.cuda.network.linear import HalfMatrix, Linear
-from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.errors import ModelError
 from mlx_zip.layout import Layout
 from mlx_zip.models.model_folder import codebook_config_changes, load_model_tokenizer, read_eos_ids
 from mlx_zip.packs.pack import Pack, PackOrEntries, resolve_pack, use_pack_in_folder
@@ -147,16 +147,10 @@ class CudaModel:
         self.sides = 2
         if config is None:
             return
-        if config.encoder.model_size != self.width:
-            raise ConfigError(
-                f"the encoder makes rows of width {config.encoder.model_size}, the model's are {self.width}"
-            )
-        tied, take = config.encoder.tie_encoders, self.folder.take_weight
-        self.sides = 1 if tied and self.folder.decoder.tied else 2
-        keep = None if self.folder.kernels else self.dtype
-        weights = [EncoderWeights(take, side, keep) for side in SIDES[: 2 - tied]]
-        sides = [make_encoder(config.encoder, config.merge_size, one) for one in weights]
-        self._input_encoder, self._output_encoder = sides[0], sides[-1]
+        config.encoder.check_width(self.width)
+        self.sides = 1 if config.encoder.tie_encoders and self.folder.decoder.tied else 2
+        cpu_dtype = None if self.folder.kernels else self.dtype
+        self._encoders = make_encoders(config, self.folder.take_weight, SIDES, cpu_dtype)
 
     def _raise_if_tensors_left(self) -> None:
         """Raises `ModelError` if an unknown tensor is left; without hypertokens, hyper-encoders may be left."""
@@ -278,10 +272,10 @@ class CudaModel:
         lengths [N] int64: base ids of each entry. sides: the output row, then the input row unless one row serves for
         both.
         """
-        outputs = self._output_encoder(entries, lengths, self.head_matrix)
+        outputs = self._encoders[SIDES[1]](entries, lengths, self.head_matrix)
         if self.sides == 1:
             return outputs[:, None]
-        return torch.stack([outputs, self._input_encoder(entries, lengths, self.embedding)], dim=1)
+        return torch.stack([outputs, self._encoders[SIDES[0]](entries, lengths, self.embedding)], dim=1)
 
     # ---- text
 

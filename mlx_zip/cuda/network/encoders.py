@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import gelu, layer_norm
 
-from mlx_zip.config import EncoderConfig
+from mlx_zip.config import SIDES, EncoderConfig, ZipConfig
 from mlx_zip.cuda.kernels.hyper_rows import attend_in_entries, embed_entries, pool_places
 from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack
 from mlx_zip.cuda.network.linear import Linear, fused_product, join_by_rows
@@ -56,6 +56,21 @@ class EncoderWeights:
     def take_norm(self, name: str, width: int) -> LayerNorm:
         """Returns the layer norm `name`. Raises `ModelError` if a tensor is missing or has another shape."""
         return LayerNorm(self.take_dense_tensor(f"{name}.weight", width), self.take_dense_tensor(f"{name}.bias", width))
+
+
+def make_encoders(
+    config: ZipConfig, take: Callable[..., Matrix], sides: Sequence[str] = SIDES, cpu_dtype: torch.dtype | None = None
+) -> dict[str, Encoder]:
+    """Returns the encoder of each side in `sides`: one encoder for both sides if the encoders are tied.
+
+    take, cpu_dtype: see `EncoderWeights`. Raises what `make_encoder` raises.
+    """
+    prefixes = {side: config.encoder.prefix_of(side) for side in sides}
+    made = {
+        prefix: make_encoder(config.encoder, config.merge_size, EncoderWeights(take, prefix, cpu_dtype))
+        for prefix in sorted(set(prefixes.values()))
+    }
+    return {side: made[prefix] for side, prefix in prefixes.items()}
 
 
 def make_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:

@@ -43,11 +43,10 @@ class SideFingerprints:
         Each covers the side's name, the tensors of its encoder and matrix, the tensors' quantization, the encoder's
         options, merge size and pad id. quantization: config.json's section of that name, empty if there is none.
         """
-        tied_encoders = config.encoder.tie_encoders
         tied_matrices = not any(name.startswith(_HEAD) for name in self.digests)
         prefixes = {
             "input": (SIDES[0], _EMBEDDING),
-            "output": (SIDES[0 if tied_encoders else 1], _EMBEDDING if tied_matrices else _HEAD),
+            "output": (config.encoder.prefix_of(SIDES[1]), _EMBEDDING if tied_matrices else _HEAD),
         }
         return {side: self._side_fingerprint(side, prefixes[side], config, quantization) for side in prefixes}
 
