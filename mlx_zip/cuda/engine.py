@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -17,7 +16,6 @@ from mlx_zip.cuda.devices import (
     as_out_of_memory_error,
     find_device,
     free_gpu_bytes,
-    host_memory_bytes,
     make_gpu_current,
     measure_step_ceiling,
     peak_allocated_bytes,
@@ -29,7 +27,7 @@ from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.sequence import SequenceState
 from mlx_zip.cuda.session_caches import CudaCaches
-from mlx_zip.device import DEVICE_VARIABLE
+from mlx_zip.device import DEVICE_VARIABLE, device_in_environment, host_memory_bytes
 from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.draft_sources import make_text_sources
 from mlx_zip.engine.drafts import Drafter, check_draft_options
@@ -42,7 +40,7 @@ from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.engine.threaded import ThreadedEngine
-from mlx_zip.errors import ConfigError, GenerationError, ModelError
+from mlx_zip.errors import GenerationError, ModelError
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 DEFAULT_SESSIONS = SessionOptions()
@@ -150,9 +148,7 @@ def device_from_environment(needs_card: bool = False) -> torch.device:
     needs_card: True returns the CPU only if the variable is "cpu". Raises `ModelError` with the reason if no GPU can be
     used, `ConfigError` if the variable has another value.
     """
-    asked = os.environ.get(DEVICE_VARIABLE) or None
-    if asked not in (None, "cpu", "gpu"):
-        raise ConfigError(f"{DEVICE_VARIABLE}={asked}: it is one of cpu, gpu")
+    asked = device_in_environment()
     try:
         return find_device("cpu" if asked == "cpu" else "cuda" if asked == "gpu" or needs_card else None)
     except ModelError as error:
