@@ -89,20 +89,6 @@ def test_the_ends_of_generation_config_replace_those_of_config(folder):
     assert open_model(folder, "cpu")._eos_ids == [7]
 
 
-def test_a_tokenizer_is_loaded_once_with_the_options_that_the_model_was_opened_with(folder, monkeypatch):
-    write_tokenizer(folder, VOCAB)
-    asked = []
-
-    def load(path, trust_remote_code):
-        asked.append(trust_remote_code)
-        return load_tokenizer(path)
-
-    monkeypatch.setattr("mlx_zip.models.model_folder.load_tokenizer", load)
-    model = open_model(folder, "cpu", trust_remote_code=True, chat_template="{{ messages }}")
-    assert model.tokenizer.chat_template == model.tokenizer.chat_template == "{{ messages }}"
-    assert asked == [True]
-
-
 def test_a_model_used_without_hypertokens_takes_no_pack(folder):
     with pytest.raises(ModelError, match="this model has no hypertokens"):
         open_model(folder, "cpu", hypertokens=False).use_pack([[5, 6]])
