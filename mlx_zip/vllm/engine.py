@@ -109,9 +109,6 @@ class VllmEngine(ThreadedEngine):
     def load_session(self, file: Path) -> SessionInfo:
         raise EngineError(f"{file}: vLLM cannot go on from the keys and values in a file")
 
-    def _max_kv_bytes(self, served: Any) -> None:
-        """Returns None: vLLM manages the memory of its KV blocks itself."""
-
     def _memory_figures(self) -> dict[str, int]:
         return {"memory_bytes": 0, "peak_memory_bytes": peak_rss_bytes()}
 

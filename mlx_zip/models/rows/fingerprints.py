@@ -20,8 +20,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_zip.config import SIDES, ZipConfig
+from mlx_zip.packs.tuned import fingerprint_tensors, sampled_places
 
-SAMPLES_PER_TENSOR = 64  # values per tensor in fingerprints that hash no tensor whole
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
 
@@ -100,8 +100,7 @@ def sample_tensors(model: nn.Module) -> list[SampledTensor]:
 def fingerprint_samples(tensors: Sequence[SampledTensor]) -> str:
     """Returns a sha256, as hex, of what `sample_tensors` returned."""
     mx.eval([one.values for one in tensors])
-    facts = [[one.name, one.dtype, one.shape, bytes(host_bytes(one.values)).hex()] for one in tensors]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return fingerprint_tensors((one.name, one.dtype, one.shape, bytes(host_bytes(one.values)).hex()) for one in tensors)
 
 
 def compute_model_fingerprint(model: nn.Module) -> str:
@@ -178,6 +177,5 @@ def host_bytes(array: mx.array) -> memoryview:
 
 
 def sample_values(array: mx.array) -> mx.array:
-    """Returns up to `SAMPLES_PER_TENSOR` values of an array, evenly spaced."""
-    flat = array.reshape(-1)
-    return flat[mx.array(np.linspace(0, flat.size - 1, min(SAMPLES_PER_TENSOR, flat.size)).astype(np.int64))]
+    """Returns the values of an array that a fingerprint covers (`sampled_places`)."""
+    return array.reshape(-1)[mx.array(sampled_places(array.size))]
