@@ -188,6 +188,11 @@ class ZipConfig:
         object.__setattr__(self, "codec_params", params)
         object.__setattr__(self, "start", params.start)
 
+    @property
+    def by_base(self) -> bool:
+        """Whether positions count base ids, so that an id has the position of its last base id."""
+        return self.position_mode == "base_token_end"
+
     @classmethod
     def from_dict(cls, data: Any, pad_id: int | None = None) -> ZipConfig:
         """Returns the config in a parsed `zip2zip_config.json`, or in what `to_dict` returned.

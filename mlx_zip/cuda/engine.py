@@ -174,7 +174,7 @@ class CudaServed(ServedByEngine):
         config, decoder = model.config, model.folder.decoder
         self.long_context = decoder.rope.long_from
         self.hyper = config is not None
-        self.by_base = config is not None and config.position_mode == "base_token_end"
+        self.by_base = model.by_base
         self.canonical = config is not None and config.canonical
         self.vocab_size = model.layout.vocab_size
         self.kv_bytes_per_id = decoder.kv_bytes_per_id(model.dtype)

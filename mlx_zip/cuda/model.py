@@ -171,6 +171,11 @@ class CudaModel:
         return plain
 
     @property
+    def by_base(self) -> bool:
+        """Whether positions count base ids (`ZipConfig.by_base`)."""
+        return self.config is not None and self.config.by_base
+
+    @property
     def step_weight_bytes(self) -> int:
         """Bytes of the weights that a step reads: layers, norms and the head."""
         values: list[Any] = [self.head_matrix if self.head_product is None else self.head_product, self.decoder.norm]

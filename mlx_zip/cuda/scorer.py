@@ -45,7 +45,6 @@ class RowScorer:
 
     def __init__(self, model: CudaModel) -> None:
         self._model, config = model, model.config
-        self._by_base_ids = config is not None and config.position_mode == "base_token_end"
         self._canonical, self._pad_id = (False, 0) if config is None else (config.canonical, config.pad_id)
         self._kv = model.decoder.make_kv_cache(1, CHUNK)
 
@@ -139,7 +138,7 @@ class RowScorer:
         Positions before `Rope.long_from` use LongRoPE's short factors, as in generation.
         """
         count, rope = len(row.ids) - 1, self._model.decoder.rope
-        positions = row.ends[:-1] - 1 if self._by_base_ids else np.arange(count)
+        positions = row.ends[:-1] - 1 if self._model.by_base else np.arange(count)
         h = self._embed_ids(row.ids[:-1], row_entries)
         border = count if rope.long_from is None else int(np.searchsorted(positions, rope.long_from))
         yield from self._run_body(h[:border], positions[:border], SHORT)

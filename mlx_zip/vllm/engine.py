@@ -253,7 +253,7 @@ class VllmServed(ServedByEngine):
         config, self.broken_id = (None, None) if made is None else (made.zip_config, made.broken_id)
         model = llm.vllm_config.model_config
         self.hyper, self.canonical = config is not None, config is not None and config.canonical
-        self.by_base = config is not None and config.position_mode == "base_token_end"
+        self.by_base = config is not None and config.by_base
         self.vocab_size = model.hf_config.vocab_size if config is None else config.vocab_size
         ids = model.max_model_len
         self.context = min(ids, model.hf_config.max_position_embeddings) if self.by_base else ids
