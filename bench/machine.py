@@ -182,8 +182,3 @@ def read_matching_files(root: Path, pattern: str) -> str:
         except OSError:  # some sensors cannot be read while suspended
             continue
     return "; ".join(value for value in found if value)
-
-
-def memory_bytes() -> int:
-    """Returns the bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -90,6 +90,15 @@ class EncoderConfig:
         """Width D of the base rows that the encoder reads and of the hyper rows that it makes."""
         return self.model_hidden_size or self.hidden_size
 
+    def check_width(self, width: int) -> None:
+        """Raises `ConfigError` unless `width` is the width of the rows. width: D of the model's embedding."""
+        if width != self.model_size:
+            raise ConfigError(f"the encoder makes rows of width {self.model_size}, the model's are {width}")
+
+    def prefix_of(self, side: str) -> str:
+        """Returns how the tensor names of the encoder begin that makes the rows of a side, one of `SIDES`."""
+        return SIDES[0] if self.tie_encoders else side
+
     @property
     def has_positions(self) -> bool:
         """Whether the encoder has learned positions, the tensor `pos_embed.weight` [merge_size, H]."""
@@ -178,6 +187,11 @@ class ZipConfig:
             raise ConfigError(f"zip2zip config: canonical decoding needs policy freeze, not {self.policy}")
         object.__setattr__(self, "codec_params", params)
         object.__setattr__(self, "start", params.start)
+
+    @property
+    def by_base(self) -> bool:
+        """Whether positions count base ids, so that an id has the position of its last base id."""
+        return self.position_mode == "base_token_end"
 
     @classmethod
     def from_dict(cls, data: Any, pad_id: int | None = None) -> ZipConfig:

@@ -22,6 +22,17 @@ _wiring_lock = threading.Lock()
 _owners: dict[WiredMemory, int] = {}  # owner that keeps memory wired -> MLX's limit before any owner did
 
 
+def device_in_environment() -> str | None:
+    """Returns the device that MLX_ZIP_DEVICE names, "cpu" or "gpu"; None if the variable is unset or empty.
+
+    Raises `ConfigError` for another name.
+    """
+    name = os.environ.get(DEVICE_VARIABLE) or None
+    if name not in (None, *DEVICES):
+        raise ConfigError(f"{DEVICE_VARIABLE}={name}: it is one of {', '.join(DEVICES)}")
+    return name
+
+
 def set_device_from_environment() -> None:
     """Makes the device named in MLX_ZIP_DEVICE, "cpu" or "gpu", MLX's default device.
 
@@ -29,12 +40,8 @@ def set_device_from_environment() -> None:
     `mlx_lm.generate` reads the default device at import. Raises `ConfigError` for another name, and if this machine or
     this MLX does not have the device.
     """
-    name = os.environ.get(DEVICE_VARIABLE)
-    if not name:
-        return
-    if name not in DEVICES:
-        raise ConfigError(f"{DEVICE_VARIABLE}={name}: it is one of {', '.join(DEVICES)}")
-    if find_spec("mlx") is None:
+    name = device_in_environment()
+    if name is None or find_spec("mlx") is None:
         return  # a command that needs MLX will say so
     import mlx.core as mx
 
@@ -167,6 +174,11 @@ def measure_memory_bandwidth(limit_s: float = math.inf) -> float:
         return measure_product_bandwidth(limit_s=limit_s)
     work, count = make_memory_workload()
     return count / time_fastest_call(work, limit_s)
+
+
+def host_memory_bytes() -> int:
+    """Returns the bytes of this machine's physical memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_rss_bytes() -> int:

@@ -18,7 +18,6 @@ from mlx_zip.codec.ids import as_ids
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.devices import find_device
 from mlx_zip.cuda.model import CudaModel, open_model
-from mlx_zip.cuda.network.kv_cache import kv_cache_bytes
 from mlx_zip.cuda.sampling import exclude_ids
 from mlx_zip.engine.sampling.exclusions import CanonicalIds
 from mlx_zip.errors import GenerationError, MlxZipError, ModelError
@@ -116,7 +115,7 @@ class TorchEngine(EngineOnTorch):
         if name == "torch-base" and models.folder is not None and models.zip_folder is not None:
             self.model = open_model(models.folder, hypertokens=False)
         self.torch_device, self.weight_bytes = self.model.device, self.model.step_weight_bytes
-        self.kv_bytes = kv_cache_bytes(self.model.folder.decoder, 1, 1, self.model.dtype)
+        self.kv_bytes = self.model.folder.decoder.kv_bytes_per_id(self.model.dtype)
         self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
         self.batch: Batch | None = None
 

@@ -39,7 +39,8 @@ def greedy_ids(model: CudaModel, tokens: int) -> list[list[int]]:
     prompts = [encode(text, add_special_tokens=False) for text in PROMPTS]
     batch = Batch(model, 1, max(map(len, prompts)) + tokens)  # for all prompts: captures graphs once
     return [
-        [one for one, _ in generate_greedily(model, prompt, tokens, model.eos_ids, batch=batch)] for prompt in prompts
+        [one for one, _ in generate_greedily(model, prompt, tokens, model.tokenizer.eos_token_ids, batch=batch)]
+        for prompt in prompts
     ]
 
 

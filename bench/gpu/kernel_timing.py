@@ -17,11 +17,10 @@ from mlx_zip.bench.engines.random_folder import random_folder
 from mlx_zip.bench.engines.shape_table import GROUP_SIZE
 from mlx_zip.cuda.devices import tensor_bytes
 from mlx_zip.cuda.kernels.attention import decode_attention
-from mlx_zip.cuda.kernels.encoder import attend_in_entries, embed_entries, pool_places
 from mlx_zip.cuda.kernels.head import joint_head
-from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding
-from mlx_zip.cuda.kernels.matvec import matvec
+from mlx_zip.cuda.kernels.hyper_rows import attend_in_entries, embed_entries, hyper_embedding, pool_places
 from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.products import matvec
 
 Work = Callable[[str | None], object]  # takes the kernel's argument `impl`
 Made = TypeVar("Made")

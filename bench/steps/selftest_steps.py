@@ -22,8 +22,8 @@ from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 from mlx_zip.bench.engines.model_making import models_from_folders, models_from_shape
 from mlx_zip.bench.engines.shape_table import Models, ZipOptions
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests, read_tokenizer
-from mlx_zip.bench.machine import memory_bytes, mlx_read_bandwidth
-from mlx_zip.device import default_device_is_gpu
+from mlx_zip.bench.machine import mlx_read_bandwidth
+from mlx_zip.device import default_device_is_gpu, host_memory_bytes
 
 from .profile import forced_run_ahead, run_as_many_ids
 from .tracer import PARTS, ZIP_HOOKS, Seconds, Tracer, seconds_of_parts
@@ -78,7 +78,7 @@ def measure_random_shape(limit_s: float) -> dict[str, Any]:
 def reason_to_skip_shape() -> str | None:
     if not default_device_is_gpu():
         return "on a CPU a step of this size takes too long"
-    return None if memory_bytes() >= NEEDED else f"it needs a machine with {NEEDED >> 30} GB of memory"
+    return None if host_memory_bytes() >= NEEDED else f"it needs a machine with {NEEDED >> 30} GB of memory"
 
 
 def make_shape_and_text() -> tuple[Models, list[int], list[int]]:

@@ -24,9 +24,8 @@ from mlx_zip.codec.ids import as_ids
 from mlx_zip.cuda.graphs import CudaGraphs, graph_batch_size
 from mlx_zip.cuda.hyper_rows import HyperRowTables, NewEntryRows
 from mlx_zip.cuda.kernels.head import HeadOutput
-from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.sequence import ReadDraft, SequenceStart, SequenceState, Snapshot
-from mlx_zip.cuda.sequence_reader import SequenceReader
+from mlx_zip.cuda.model import CudaModel, SequenceStart
+from mlx_zip.cuda.sequence import ReadDraft, SequenceReader, SequenceState, Snapshot
 from mlx_zip.cuda.transfers import Download, Upload
 from mlx_zip.engine.drafts import Draft
 from mlx_zip.errors import CodecError, ModelError
@@ -45,17 +44,17 @@ class Batch:
 
     def __init__(self, model: CudaModel, max_sequences: int, capacity: int) -> None:
         """Allocates KV caches and tables of hyper rows. Raises `ModelError` if the device's memory is too small."""
-        config, slots, device = model.config, model.layout.codebook_size, model.device
+        slots, device = model.layout.codebook_size, model.device
         self.model, self.max_sequences, self.capacity = model, max_sequences, capacity
         self.kv = model.decoder.make_kv_cache(max_sequences, capacity)
-        self._by_base_ids = config is not None and config.position_mode == "base_token_end"
-        before = model.layout.vocab_size if self._by_base_ids else 0
+        before = model.layout.vocab_size if model.by_base else 0
         self.tables = HyperRowTables(max_sequences, slots, model.sides, model.width, model.dtype, device, before)
-        self._most_positions_of_id = config.merge_size if config is not None and self._by_base_ids else 1
+        self._most_positions_of_id = model.params.merge_size if model.by_base else 1
         self._graphs = CudaGraphs(device)
         self._new_rows: NewEntryRows | None = None
-        if config is not None and model.store is not None:
-            self._new_rows = NewEntryRows(model.store, self.tables, self._graphs, config.merge_size, max_sequences)
+        if model.store is not None:
+            width = model.params.merge_size
+            self._new_rows = NewEntryRows(model.store, self.tables, self._graphs, width, max_sequences)
         # per sequence: the body's output for the last id, the chosen id, and positions used if positions count base ids
         self._outputs = torch.zeros((max_sequences, model.width), dtype=model.dtype, device=device)
         self._chosen_ids = torch.zeros(max_sequences, dtype=torch.int64, device=device)
@@ -88,7 +87,7 @@ class Batch:
         if row == self.max_sequences:
             raise ModelError(f"the batch has room for {self.max_sequences} sequence(s), and all are taken")
         missing = set(range(begin.tuned_count, begin.entry_count))
-        sequence = SequenceState(row, begin, Codebook(begin.params), missing, by_base_ids=self._by_base_ids)
+        sequence = SequenceState(row, begin, Codebook(begin.params), missing, by_base_ids=self.model.by_base)
         self.tables.clear_slots_from(row, 0)
         if begin.rows is not None:
             lengths = np.fromiter(map(len, begin.params.start or ()), np.int64)
@@ -279,7 +278,7 @@ class Batch:
         """
         ids, steps, kv = self._chosen_ids[:size], self._steps.device[:size], self.kv.slice_rows(0, size)
         positions = kv.lengths
-        if self._by_base_ids:
+        if self.model.by_base:
             self._positions_used[:size].addcmul_(self.tables.spans[:size].gather(1, ids[:, None])[:, 0], steps)
             positions = self._positions_used[:size] - 1
         h = self.model.embed(ids[:, None], self.tables.inputs[:size])[:, 0]

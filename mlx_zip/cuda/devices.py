@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from typing import Any
 
@@ -82,11 +81,6 @@ def tensor_bytes(values: Any) -> int:
     """Returns the size in bytes of all tensors in nested lists and tuples (`Packed` too); each tensor counts once."""
     found = {id(one): one for one in tree_leaves(values) if isinstance(one, torch.Tensor)}
     return sum(one.numel() * one.element_size() for one in found.values())
-
-
-def host_memory_bytes() -> int:
-    """Returns the bytes of this machine's physical memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def as_out_of_memory_error(error: torch.OutOfMemoryError) -> ModelError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -17,7 +16,6 @@ from mlx_zip.cuda.devices import (
     as_out_of_memory_error,
     find_device,
     free_gpu_bytes,
-    host_memory_bytes,
     make_gpu_current,
     measure_step_ceiling,
     peak_allocated_bytes,
@@ -25,12 +23,11 @@ from mlx_zip.cuda.devices import (
 )
 from mlx_zip.cuda.group import CudaGroup, CudaReading
 from mlx_zip.cuda.model import CudaModel, open_model
-from mlx_zip.cuda.network.kv_cache import kv_cache_bytes
 from mlx_zip.cuda.sampling import BaseTokenPenalties, RequestSampler
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.sequence import SequenceState
 from mlx_zip.cuda.session_caches import CudaCaches
-from mlx_zip.device import DEVICE_VARIABLE
+from mlx_zip.device import DEVICE_VARIABLE, device_in_environment, host_memory_bytes
 from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.draft_sources import make_text_sources
 from mlx_zip.engine.drafts import Drafter, check_draft_options
@@ -43,8 +40,7 @@ from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.engine.threaded import ThreadedEngine
-from mlx_zip.errors import ConfigError, GenerationError, ModelError
-from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.errors import GenerationError, ModelError
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 DEFAULT_SESSIONS = SessionOptions()
@@ -117,8 +113,17 @@ def open_cuda_engine(
     where = device_from_environment() if device is None else device
 
     def load() -> tuple[CudaModel, Any]:
-        model = open_model(model_name, where, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
-        return model, tokenizer_with_options(model, tokenizer_config or {}, trust_remote_code)
+        model = open_model(
+            model_name,
+            where,
+            dtype,
+            pack=pack,
+            codebook_size=codebook_size,
+            canonical=canonical,
+            trust_remote_code=trust_remote_code,
+            chat_template=(tokenizer_config or {}).get("chat_template"),
+        )
+        return model, model.tokenizer
 
     check_draft_options(draft)
     if draft == "head":
@@ -143,25 +148,11 @@ def device_from_environment(needs_card: bool = False) -> torch.device:
     needs_card: True returns the CPU only if the variable is "cpu". Raises `ModelError` with the reason if no GPU can be
     used, `ConfigError` if the variable has another value.
     """
-    asked = os.environ.get(DEVICE_VARIABLE) or None
-    if asked not in (None, "cpu", "gpu"):
-        raise ConfigError(f"{DEVICE_VARIABLE}={asked}: it is one of cpu, gpu")
+    asked = device_in_environment()
     try:
         return find_device("cpu" if asked == "cpu" else "cuda" if asked == "gpu" or needs_card else None)
     except ModelError as error:
         raise ModelError(f"{error} ({DEVICE_VARIABLE}=cpu computes on the CPU)") from error
-
-
-def tokenizer_with_options(model: CudaModel, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
-    """Returns the model's tokenizer. config: its `chat_template`, if any, replaces the tokenizer's own."""
-    found = model.tokenizer
-    if trust_remote_code:
-        ends = found.eos_token_ids
-        found = load_tokenizer(model.folder.path, trust_remote_code=True)
-        found.eos_token_ids.update(ends)
-    if (template := config.get("chat_template")) is not None:
-        found._tokenizer.chat_template = template
-    return found
 
 
 # ---- the model that an engine serves; used in the engine's thread only
@@ -183,10 +174,10 @@ class CudaServed(ServedByEngine):
         config, decoder = model.config, model.folder.decoder
         self.long_context = decoder.rope.long_from
         self.hyper = config is not None
-        self.by_base = config is not None and config.position_mode == "base_token_end"
+        self.by_base = model.by_base
         self.canonical = config is not None and config.canonical
         self.vocab_size = model.layout.vocab_size
-        self.kv_bytes_per_id = kv_cache_bytes(decoder, 1, 1, model.dtype)
+        self.kv_bytes_per_id = decoder.kv_bytes_per_id(model.dtype)
         trained: int | None = model.folder.config.get("max_position_embeddings")
         capacity = self._ids_per_request(options, trained)
         self.context = trained if self.by_base else min(capacity, trained or capacity)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mlx_zip.cuda.devices import peak_allocated_bytes
-from mlx_zip.cuda.engine import CudaEngine, tokenizer_with_options
+from mlx_zip.cuda.engine import CudaEngine
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.engine.options import ServeOptions
@@ -35,8 +35,16 @@ def load_evaluated_model(
 ) -> tuple[EvaluatedModel, Any]:
     """Returns a model and its tokenizer, as `mlx_zip.load` does. row_store: ignored."""
     dtype = "float32" if device.type == "cpu" else None
-    model = open_model(folder, device, dtype, pack=pack, codebook_size=codebook_size, canonical=canonical)
-    return EvaluatedModel(model), tokenizer_with_options(model, {}, trust_remote_code)
+    model = open_model(
+        folder,
+        device,
+        dtype,
+        pack=pack,
+        codebook_size=codebook_size,
+        canonical=canonical,
+        trust_remote_code=trust_remote_code,
+    )
+    return EvaluatedModel(model), model.tokenizer
 
 
 class EvaluatedModel:

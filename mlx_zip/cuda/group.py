@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.cuda.batch import Batch
-from mlx_zip.cuda.choosing import RowChooser
+from mlx_zip.cuda.sampling import RowChooser
 from mlx_zip.engine.drafts import Draft, expects_draft
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.parts import Group, Reading

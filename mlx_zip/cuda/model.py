@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,13 @@ from mlx_zip.cuda.kernels.packed import Matrix
 from mlx_zip.cuda.network.checkpoint import TensorFolder, folder_fingerprint, read_tensor_folder
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder, joint_head_on_cpu
 from mlx_zip.cuda.network.decoder import Decoder
-from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
+from mlx_zip.cuda.network.encoders import make_encoders
 from mlx_zip.cuda.network.linear import HalfMatrix, Linear
-from mlx_zip.cuda.sequence import SequenceStart
-from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.files import read_json_object
+from mlx_zip.errors import ModelError
 from mlx_zip.layout import Layout
-from mlx_zip.models.model_folder import codebook_config_changes
+from mlx_zip.models.model_folder import codebook_config_changes, load_model_tokenizer, read_eos_ids
 from mlx_zip.packs.pack import Pack, PackOrEntries, resolve_pack, use_pack_in_folder
-from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
+from mlx_zip.text.tokenizers import Tokenizer
 
 MAX_KEPT_PACKS = 16  # maximum number of packs named by requests whose rows stay on the device
 NO_HYPERTOKENS = "this model has no hypertokens, so no request can begin with a pack"
@@ -47,6 +45,7 @@ def open_model(
     canonical: bool | None = None,
     store_bytes: int = STORE_BYTES,
     kernels: bool | None = None,
+    **tokenizer_options: Any,
 ) -> CudaModel:
     """Returns a converted zip2zip model or a plain model.
 
@@ -55,9 +54,9 @@ def open_model(
     requests that name none; None for the tuned pack in the folder, else the entries in config.json. A plain model takes
     only a pack whose rows were tuned for that model. codebook_size: number of slots; canonical: whether decoding is
     canonical; None for the values in config.json. store_bytes: maximum bytes of the encoded rows that all requests
-    share. kernels: see `TensorFolder`; None for True on a GPU and False on a CPU. Raises `ModelError`, `ConfigError`,
-    `DataError` or `CodecError` if a file or the pack is invalid, the pack does not fit the model, or memory is too
-    small.
+    share. kernels: see `TensorFolder`; None for True on a GPU and False on a CPU. tokenizer_options: see
+    `load_model_tokenizer`. Raises `ModelError`, `ConfigError`, `DataError` or `CodecError` if a file or the pack is
+    invalid, the pack does not fit the model, or memory is too small.
     """
     where = find_device(device)
     kernels = where.type == "cuda" if kernels is None else kernels
@@ -66,17 +65,38 @@ def open_model(
     if changes := codebook_config_changes(folder.config, codebook_size, start):
         folder.config |= changes
         folder.zip = parse_zip_section(folder.config["zip2zip"])
-    if not hypertokens:
-        return CudaModel(folder, None, store_bytes)
-    config = folder.zip
+    config = folder.zip if hypertokens else None
     if config is not None and canonical is not None:
         config = replace(config, canonical=canonical)
-    model = CudaModel(folder, config, store_bytes)
-    if start is not None:
+    model = CudaModel(folder, config, store_bytes, **tokenizer_options)
+    if hypertokens and start is not None:
         model.use_pack(start)
     elif config is not None:
         use_pack_in_folder(folder.path, config.start, lambda: model.tokenizer, model.use_pack)
     return model
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceStart:
+    """What sequences with the same pack begin with.
+
+    params: the codec's parameters, start entries included. rows: tuned rows [P, sides, D] of the start entries, on the
+    device, or None. pack: the pack or entries that the start was made from, held so that its `id()` is not reused.
+    """
+
+    params: CodecParams
+    rows: torch.Tensor | None
+    pack: Any
+
+    @property
+    def entry_count(self) -> int:
+        """The number of start entries."""
+        return len(self.params.start or ())
+
+    @property
+    def tuned_count(self) -> int:
+        """The number of start entries with tuned rows: all start entries or none."""
+        return 0 if self.rows is None else len(self.rows)
 
 
 class CudaModel:
@@ -87,10 +107,13 @@ class CudaModel:
     store: encoded rows of entries, None without hypertokens.
     """
 
-    def __init__(self, folder: TensorFolder, config: ZipConfig | None, store_bytes: int = STORE_BYTES) -> None:
+    def __init__(
+        self, folder: TensorFolder, config: ZipConfig | None, store_bytes: int = STORE_BYTES, **tokenizer_options: Any
+    ) -> None:
         """Takes the tensors out of `folder`. Raises `ConfigError` if the hyper-encoder does not fit the model.
 
-        Raises `ModelError`, naming file and tensor, if a tensor is missing, unexpected or of a wrong shape.
+        tokenizer_options: see `load_model_tokenizer`. Raises `ModelError`, naming file and tensor, if a tensor is
+        missing, unexpected or of a wrong shape.
         """
         decoder = folder.decoder
         self.folder, self.config = folder, config
@@ -102,7 +125,8 @@ class CudaModel:
         self.params = CodecParams(vocab, 0, 1) if config is None else config.codec_params
         self._take_hyper_encoders(config)
         self._raise_if_tensors_left()
-        self._eos_ids = _read_eos_ids(folder)
+        self._eos_ids = read_eos_ids(folder.path, folder.config)
+        self._tokenizer_options = tokenizer_options
         self.store = None if config is None else RowStore(self.sides, self.width, self.dtype, self.device, store_bytes)
         self.default_start = SequenceStart(self.params, None, None)
         self._starts_by_pack: dict[int, SequenceStart] = {}
@@ -123,16 +147,10 @@ class CudaModel:
         self.sides = 2
         if config is None:
             return
-        if config.encoder.model_size != self.width:
-            raise ConfigError(
-                f"the encoder makes rows of width {config.encoder.model_size}, the model's are {self.width}"
-            )
-        tied, take = config.encoder.tie_encoders, self.folder.take_weight
-        self.sides = 1 if tied and self.folder.decoder.tied else 2
-        keep = None if self.folder.kernels else self.dtype
-        weights = [EncoderWeights(take, side, keep) for side in SIDES[: 2 - tied]]
-        sides = [make_encoder(config.encoder, config.merge_size, one) for one in weights]
-        self._input_encoder, self._output_encoder = sides[0], sides[-1]
+        config.encoder.check_width(self.width)
+        self.sides = 1 if config.encoder.tie_encoders and self.folder.decoder.tied else 2
+        cpu_dtype = None if self.folder.kernels else self.dtype
+        self._encoders = make_encoders(config, self.folder.take_weight, SIDES, cpu_dtype)
 
     def _raise_if_tensors_left(self) -> None:
         """Raises `ModelError` if an unknown tensor is left; without hypertokens, hyper-encoders may be left."""
@@ -151,6 +169,11 @@ class CudaModel:
         plain.params, plain.sides = CodecParams(self.layout.vocab_size, 0, 1), 2
         plain.default_start = SequenceStart(plain.params, None, None)
         return plain
+
+    @property
+    def by_base(self) -> bool:
+        """Whether positions count base ids (`ZipConfig.by_base`)."""
+        return self.config is not None and self.config.by_base
 
     @property
     def step_weight_bytes(self) -> int:
@@ -254,33 +277,16 @@ class CudaModel:
         lengths [N] int64: base ids of each entry. sides: the output row, then the input row unless one row serves for
         both.
         """
-        outputs = self._output_encoder(entries, lengths, self.head_matrix)
+        outputs = self._encoders[SIDES[1]](entries, lengths, self.head_matrix)
         if self.sides == 1:
             return outputs[:, None]
-        return torch.stack([outputs, self._input_encoder(entries, lengths, self.embedding)], dim=1)
+        return torch.stack([outputs, self._encoders[SIDES[0]](entries, lengths, self.embedding)], dim=1)
 
     # ---- text
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The folder's tokenizer, with the config's ids that end a text. Raises `DataError`, `ConfigError`."""
-        found = load_tokenizer(self.folder.path)
+        found = load_model_tokenizer(self.folder.path, self._eos_ids, **self._tokenizer_options)
         self.layout.check_tokenizer(len(found))
-        found.eos_token_ids.update(self._eos_ids)
         return found
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """The base ids that end a text."""
-        return frozenset(self.tokenizer.eos_token_ids)
-
-
-def _read_eos_ids(folder: TensorFolder) -> list[int]:
-    path = folder.path / "generation_config.json"
-    own = read_json_object(path, raises=ConfigError, constants=True).get("eos_token_id") if path.is_file() else None
-    found = folder.config.get("eos_token_id") if own is None else own
-    ends = found if isinstance(found, list) else [] if found is None else [found]
-    if any(type(one) is not int for one in ends):
-        where = folder.path / ("config.json" if own is None else path.name)
-        raise ConfigError(f"{where}: eos_token_id must be an id, a list of ids or null, got {found!r}")
-    return ends

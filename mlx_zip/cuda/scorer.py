@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from mlx_zip.codec import Codebook
-from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.network.frequencies import LONG, SHORT
+from mlx_zip.cuda.model import CudaModel, SequenceStart
+from mlx_zip.cuda.network.decoder_config import LONG, SHORT
 from mlx_zip.cuda.sampling import exclude_ids
-from mlx_zip.cuda.sequence import SequenceStart
-from mlx_zip.cuda.sequence_reader import CHUNK
+from mlx_zip.cuda.sequence import CHUNK
 from mlx_zip.cuda.transfers import ids_to_device
 from mlx_zip.engine.sampling.exclusions import find_excluded_ids
 from mlx_zip.engine.scored import LOGITS, Compressed, Scored
@@ -46,7 +45,6 @@ class RowScorer:
 
     def __init__(self, model: CudaModel) -> None:
         self._model, config = model, model.config
-        self._by_base_ids = config is not None and config.position_mode == "base_token_end"
         self._canonical, self._pad_id = (False, 0) if config is None else (config.canonical, config.pad_id)
         self._kv = model.decoder.make_kv_cache(1, CHUNK)
 
@@ -140,7 +138,7 @@ class RowScorer:
         Positions before `Rope.long_from` use LongRoPE's short factors, as in generation.
         """
         count, rope = len(row.ids) - 1, self._model.decoder.rope
-        positions = row.ends[:-1] - 1 if self._by_base_ids else np.arange(count)
+        positions = row.ends[:-1] - 1 if self._model.by_base else np.arange(count)
         h = self._embed_ids(row.ids[:-1], row_entries)
         border = count if rope.long_from is None else int(np.searchsorted(positions, rope.long_from))
         yield from self._run_body(h[:border], positions[:border], SHORT)

@@ -17,9 +17,9 @@ import torch
 
 from mlx_zip.codec import Codebook
 from mlx_zip.cuda.batch import Batch
-from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.model import CudaModel, SequenceStart
 from mlx_zip.cuda.network.checkpoint import FLOAT_DTYPES
-from mlx_zip.cuda.sequence import SequenceStart, SequenceState, Snapshot
+from mlx_zip.cuda.sequence import SequenceState, Snapshot
 from mlx_zip.engine.sessions.file_format import (
     FACT_PREFIX,
     TORCH_FORMAT,

@@ -415,6 +415,6 @@ def _count_positions(folder: Path, base_ids: Sequence[int], codebook_size: int |
     if section is None:
         longest = 1 if pack is None else max(map(len, pack), default=1)
         return -(-len(base_ids) // longest)
-    if section.position_mode == "base_token_end":
+    if section.by_base:
         return len(base_ids)
     return len(compress_next(Codebook(section.codec_params.with_start(pack)), np.array(base_ids, np.uint32)))

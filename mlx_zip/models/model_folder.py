@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mlx_zip.named import KNOWN, resolve_model_name
 from mlx_zip.packs.pack import IN_FOLDER, Pack
 from mlx_zip.packs.tuned import PlainCodec
 from mlx_zip.text import hub
+from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
 UPSTREAM_CONFIG_NAME = "zip2zip_config.json"
 DRAFT_HEAD = "draft_head.safetensors"  # name of a draft head's file in its model's folder
@@ -64,6 +65,36 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder / 'config.json'} names no model_type")
     return config
+
+
+def read_eos_ids(folder: Path, config: Mapping[str, Any]) -> list[int]:
+    """Returns the base ids that end a text: those in generation_config.json, else those in config.json, as in mlx-lm.
+
+    config: contents of config.json. Raises `ConfigError` naming the file if an id is no integer.
+    """
+    path = folder / "generation_config.json"
+    own = read_json_object(path, raises=ConfigError, constants=True).get("eos_token_id") if path.is_file() else None
+    found = config.get("eos_token_id") if own is None else own
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(one) is not int for one in ends):
+        where = folder / ("config.json" if own is None else path.name)
+        raise ConfigError(f"{where}: eos_token_id must be an id, a list of ids or null, got {found!r}")
+    return ends
+
+
+def load_model_tokenizer(
+    folder: Path, eos_ids: Iterable[int], trust_remote_code: bool = False, chat_template: str | None = None
+) -> Tokenizer:
+    """Returns the tokenizer in a model's folder. Raises `DataError` if loading fails.
+
+    eos_ids: ids that end a text in addition to the tokenizer's own (`read_eos_ids`). chat_template: replaces the
+    tokenizer's own; None keeps that one.
+    """
+    tokenizer = load_tokenizer(folder, trust_remote_code)
+    tokenizer.eos_token_ids.update(eos_ids)
+    if chat_template is not None:
+        tokenizer._tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def is_plain_model(name: str, revision: str | None = None) -> bool:

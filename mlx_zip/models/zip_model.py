@@ -16,7 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_zip.config import SIDES, ZipConfig
-from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.errors import ModelError
 from mlx_zip.layout import Layout
 from mlx_zip.models.call_inputs import (
     PositionedCache,
@@ -64,11 +64,7 @@ class Model(nn.Module):
         zip_config, config = args.zip_config, args.decoder_config
         layers, norm, self.traits = make_decoder(config)
         self.layout = Layout(zip_config.vocab_size, zip_config.codebook_size, config["vocab_size"])
-        if zip_config.encoder.model_size != config["hidden_size"]:
-            raise ConfigError(
-                f"the encoder makes rows of width {zip_config.encoder.model_size}, "
-                f"the model's are {config['hidden_size']}"
-            )
+        zip_config.encoder.check_width(config["hidden_size"])
         self.sides_are_one = zip_config.encoder.tie_encoders and self.traits.tied  # an entry's two rows are one
         self.row_source = RowSource(zip_config, args.config["zip2zip"].get("fingerprint"))
         self.model_type = args.config.get("model_type")

@@ -12,7 +12,7 @@ model refuses a pack that was not tuned for it, because the entries would have u
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -151,3 +151,19 @@ def rows_from_arrays(path: Any, arrays: Mapping[str, NDArray[Any]], about: Any) 
         raise DataError(f"{path}: {error}") from error
     except (KeyError, TypeError) as error:
         raise DataError(f"{path}: its tuned rows are incomplete ({error!r:.80}); tune the pack again") from error
+
+
+# ---- the fingerprint of the model that rows were tuned for; both engines compute it, each from its own tensors
+
+SAMPLES_PER_TENSOR = 64  # values per tensor in fingerprints that hash no tensor whole
+TensorFact = tuple[str, str, Sequence[int], str]  # name, MLX's name of the type, shape, sampled values in hex
+
+
+def sampled_places(size: int) -> NDArray[np.int64]:
+    """Returns the indices of up to `SAMPLES_PER_TENSOR` of a tensor's `size` values, evenly spaced."""
+    return np.linspace(0, size - 1, min(SAMPLES_PER_TENSOR, size)).astype(np.int64)
+
+
+def fingerprint_tensors(facts: Iterable[TensorFact]) -> str:
+    """Returns a sha256, as hex, of what a fingerprint covers of each tensor of a model, in any order."""
+    return sha256(json.dumps(sorted(facts)).encode()).hexdigest()

@@ -231,7 +231,7 @@ class Trainer:
     def _counts_base_ids(self) -> bool:
         """Returns whether the model counts positions in base ids."""
         model = self.trainee.model
-        return isinstance(model, Model) and model.config.position_mode == "base_token_end"
+        return isinstance(model, Model) and model.config.by_base
 
     def needs_long_factors(self, batch: Batch) -> bool:
         """Returns whether a position exceeds the model's original context, so that LongRoPE needs its long factors."""

@@ -44,10 +44,10 @@ from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, EngineError, GenerationError, first_message_line
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.decoder_options import has_tied_head
-from mlx_zip.models.model_folder import find_model_folder, read_model_config
+from mlx_zip.models.model_folder import find_model_folder, load_model_tokenizer, read_eos_ids, read_model_config
 from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import Pack, resolve_pack
-from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
+from mlx_zip.text.tokenizers import Tokenizer
 from mlx_zip.vllm.config import Zip2ZipConfig, config_of_export, register
 from mlx_zip.vllm.packs import HYPERTOKENS, TELL_BROKEN, pack_arguments
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -108,9 +108,6 @@ class VllmEngine(ThreadedEngine):
 
     def load_session(self, file: Path) -> SessionInfo:
         raise EngineError(f"{file}: vLLM cannot go on from the keys and values in a file")
-
-    def _max_kv_bytes(self, served: Any) -> None:
-        """Returns None: vLLM manages the memory of its KV blocks itself."""
 
     def _memory_figures(self) -> dict[str, int]:
         return {"memory_bytes": 0, "peak_memory_bytes": peak_rss_bytes()}
@@ -197,9 +194,7 @@ def load_on_vllm(
         )
     with _wrong_arguments():
         vllm_args = EngineArgs(**options)
-    tokenizer = load_tokenizer(folder, trust_remote_code=args["trust_remote_code"])
-    if chat_template is not None:
-        tokenizer._tokenizer.chat_template = chat_template
+    tokenizer = load_model_tokenizer(folder, read_eos_ids(folder, keys), args["trust_remote_code"], chat_template)
     tied = has_tied_head(keys) if made is None else made.decoder_config().tie_word_embeddings
     start = None if pack is None else resolve_pack(pack)
     fingerprint = folder_fingerprint(folder, tied)
@@ -258,7 +253,7 @@ class VllmServed(ServedByEngine):
         config, self.broken_id = (None, None) if made is None else (made.zip_config, made.broken_id)
         model = llm.vllm_config.model_config
         self.hyper, self.canonical = config is not None, config is not None and config.canonical
-        self.by_base = config is not None and config.position_mode == "base_token_end"
+        self.by_base = config is not None and config.by_base
         self.vocab_size = model.hf_config.vocab_size if config is None else config.vocab_size
         ids = model.max_model_len
         self.context = min(ids, model.hf_config.max_position_embeddings) if self.by_base else ids

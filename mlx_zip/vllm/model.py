@@ -21,7 +21,7 @@ from vllm.model_executor.models.utils import init_vllm_registered_model
 from mlx_zip.config import SIDES
 from mlx_zip.cuda.kernels.packed import Packed, unpack
 from mlx_zip.cuda.network.checkpoint import make_packed_matrix, read_packing
-from mlx_zip.cuda.network.encoders import EncoderWeights, make_encoder
+from mlx_zip.cuda.network.encoders import make_encoders
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.vllm.config import Zip2ZipConfig
 from mlx_zip.vllm.state import Zip2ZipState
@@ -45,10 +45,7 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         self.hf_config, self.config, self.layout = config, config.zip_config, config.layout
         self.dtype = vllm_config.model_config.dtype
         self.decoder = init_vllm_registered_model(vllm_config, hf_config=config.decoder_config(), prefix=prefix)
-        if self.config.encoder.model_size != (width := self.decoder.config.hidden_size):
-            raise ConfigError(
-                f"the encoder makes rows of width {self.config.encoder.model_size}, the model's are {width}"
-            )
+        self.config.encoder.check_width(self.decoder.config.hidden_size)
         self.make_empty_intermediate_tensors = self.decoder.make_empty_intermediate_tensors
         self.outputs: torch.Tensor | None = None
         self.allow_patterns_overrides = [WEIGHTS]  # so that vLLM's loader does not read a draft head
@@ -133,18 +130,10 @@ class Zip2ZipForCausalLM(nn.Module, SupportsPP):
         )
 
     def _make_encoders(self) -> None:
-        tied, keep = self.config.encoder.tie_encoders, self.dtype if self.device.type == "cpu" else None
-        prefixes = {side: SIDES[0] if tied else side for side in self.sides}
-        made = {
-            prefix: make_encoder(
-                self.config.encoder,
-                self.config.merge_size,
-                EncoderWeights(self._take_encoder_tensor, prefix, keep),
-            )
-            for prefix in sorted(set(prefixes.values()))
-        }
-        self.encoders = {side: made[prefix] for side, prefix in prefixes.items()}
-        if rest := sorted(name for name in self._encoder_tensors if name.startswith(tuple(made))):
+        cpu_dtype = self.dtype if self.device.type == "cpu" else None
+        self.encoders = make_encoders(self.config, self._take_encoder_tensor, self.sides, cpu_dtype)
+        prefixes = tuple(map(self.config.encoder.prefix_of, self.sides))
+        if rest := sorted(name for name in self._encoder_tensors if name.startswith(prefixes)):
             raise ModelError(f"{rest[0]} is no part of this model")
         del self._encoder_tensors
 

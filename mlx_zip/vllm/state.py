@@ -132,7 +132,7 @@ class Zip2ZipState(DefaultModelState):
     def __init__(self, vllm_config: VllmConfig, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         self._model, self.layout = model, model.layout
-        self._by_base = model.config.position_mode == "base_token_end"
+        self._by_base = model.config.by_base
         self._packs = WorkerPacks(model, vllm_config.model_config.model)
         width, slots = model.decoder.config.hidden_size, model.config.codebook_size
         self.rows = RowTable(len(model.sides), min(self.max_num_reqs * slots, MOST_ROWS), width, self.dtype, device)

@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E40
 
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, config_with_hypertokens  # noqa: E402
 from mlx_zip.cuda import kernels  # noqa: E402
-from mlx_zip.cuda.kernels import activations  # noqa: E402
-from mlx_zip.cuda.kernels.activations import rms_norm  # noqa: E402
+from mlx_zip.cuda.kernels import products  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
-from mlx_zip.cuda.kernels.encoder import embed_entries  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
-from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding  # noqa: E402
+from mlx_zip.cuda.kernels.hyper_rows import embed_entries, hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
+from mlx_zip.cuda.kernels.products import rms_norm  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from support.kernel_launches import (  # noqa: E402  # noqa: E402
     LaunchCounts,
@@ -94,8 +93,8 @@ def test_a_kernel_counts_once_and_nothing_inside_it_counts():
     x, weight = torch.ones(2, 8), torch.ones(8)
     with counting_launches() as found:
         rms_norm(x.clone(), weight, 1e-5, impl="reference")
-    assert found.names == {"clone": 1, "activations.reference_rms_norm": 1}
-    assert found.sizes["activations.reference_rms_norm"] == F4 * (16 + 8 + 16)
+    assert found.names == {"clone": 1, "products.reference_rms_norm": 1}
+    assert found.sizes["products.reference_rms_norm"] == F4 * (16 + 8 + 16)
 
 
 def test_a_kernels_rows_count_and_not_its_tables():
@@ -127,7 +126,7 @@ def test_a_packed_tables_rows_count_as_they_are_packed():
         hyper_embedding(ids, table, rows, 100, "reference")
         embed_entries(ids, table, None, "reference")
     assert found.sizes["hyper_rows.reference_hyper_embedding"] == 3 * 8 + 2 * row + F4 * 64 + 3 * F4 * 64
-    assert found.sizes["encoder.reference_embed_entries"] == 3 * 8 + 3 * row + 3 * F4 * 64
+    assert found.sizes["hyper_rows.reference_embed_entries"] == 3 * 8 + 3 * row + 3 * F4 * 64
 
 
 @pytest.mark.parametrize("places", [32, 300])
@@ -153,14 +152,14 @@ def test_attention_with_a_window_reads_the_last_keys_only():
 
 def test_a_kernel_that_another_one_calls_is_part_of_that_one(monkeypatch):
     def reference(gate_up):
-        return activations.reference_rms_norm(gate_up, torch.ones(8), 1e-5)
+        return products.reference_rms_norm(gate_up, torch.ones(8), 1e-5)
 
-    reference.__module__ = activations.__name__
-    monkeypatch.setattr(activations, "reference_silu_gate", reference)
+    reference.__module__ = products.__name__
+    monkeypatch.setattr(products, "reference_silu_gate", reference)
     x = torch.ones(2, 8)
     with counting_launches() as found:
-        activations.silu_gate(x, impl="reference")
-    assert found.names == {"activations.reference_silu_gate": 1}
+        products.silu_gate(x, impl="reference")
+    assert found.names == {"products.reference_silu_gate": 1}
 
 
 def test_launches_are_counted_where_triton_is_not_installed(monkeypatch):
@@ -168,7 +167,7 @@ def test_launches_are_counted_where_triton_is_not_installed(monkeypatch):
     x, weight = torch.ones(2, 8), torch.ones(8)
     with counting_launches() as found:
         rms_norm(x + 1, weight, 1e-5, impl="reference")
-    assert found.names == {"add": 1, "activations.reference_rms_norm": 1}
+    assert found.names == {"add": 1, "products.reference_rms_norm": 1}
 
 
 def test_what_runs_after_the_count_is_not_counted():

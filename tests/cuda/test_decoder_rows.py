@@ -15,9 +15,8 @@ pytest.importorskip("mlx.core")
 from mlx_zip.bench.engines.random_folder import random_folder  # noqa: E402
 from mlx_zip.cuda.network.checkpoint import read_tensor_folder  # noqa: E402
 from mlx_zip.cuda.network.cpu_decoder import CpuDecoder  # noqa: E402
-from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
-from mlx_zip.cuda.network.frequencies import LONG, SHORT  # noqa: E402
-from mlx_zip.cuda.network.kv_cache import KVCache  # noqa: E402
+from mlx_zip.cuda.network.decoder import Decoder, KVCache  # noqa: E402
+from mlx_zip.cuda.network.decoder_config import LONG, SHORT  # noqa: E402
 from support.kernel_launches import counting_launches  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen3"]
@@ -175,11 +174,11 @@ def test_a_step_is_made_of_kernels_that_a_graph_can_hold(family, bits, rows):
     with counting_launches() as found:
         decoder.step(h, ones, kv, active=ones)
     assert found.names == {
-        "matvec.reference_matvec": 4 * 2,  # of two layers
-        "rope.reference_rope_and_cache": 2,
+        "products.reference_matvec": 4 * 2,  # of two layers
+        "attention.reference_rope_and_cache": 2,
         "attention.reference_decode_attention": 2
         * (2 if decoder.layers[0].window is None else 1),  # a short window is one part
-        "activations.reference_rms_norm": 1,
+        "products.reference_rms_norm": 1,
         "add": 1,
         "add_": 1,
     }

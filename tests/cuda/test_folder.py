@@ -21,9 +21,8 @@ from mlx_zip.cuda import devices  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize, unpack  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.cuda.network.checkpoint import read_tensor_folder  # noqa: E402
-from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
+from mlx_zip.cuda.network.decoder import Decoder, make_kv_cache  # noqa: E402
 from mlx_zip.cuda.network.decoder_config import DecoderConfig  # noqa: E402
-from mlx_zip.cuda.network.kv_cache import kv_cache_bytes, make_kv_cache  # noqa: E402
 from mlx_zip.cuda.network.linear import Linear, join_by_rows  # noqa: E402
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
@@ -387,7 +386,7 @@ def test_packed_weights_are_counted_as_they_are_stored(packed_folder, monkeypatc
 def test_caches_that_do_not_fit_are_refused(folder, monkeypatch):
     config, device = DecoderConfig.from_dict(json.loads((folder / "config.json").read_text())), torch.device("cpu")
     needed = 2 * 2 * 3 * 2 * 100 * 16 * 2  # keys and values, layers, sequences, heads, ids, columns, bytes
-    assert kv_cache_bytes(config, 3, 100, torch.bfloat16) == needed
+    assert 300 * config.kv_bytes_per_id(torch.bfloat16) == needed
     monkeypatch.setattr(devices, "free_gpu_bytes", lambda device: needed - 1)
     expected = f"KV caches of 3 x 100 ids: {needed} bytes needed on cpu, {needed - 1} bytes are free"
     with pytest.raises(ModelError, match=expected):

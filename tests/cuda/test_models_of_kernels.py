@@ -21,9 +21,8 @@ from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.graphs import CudaGraphs  # noqa: E402
 from mlx_zip.cuda.kernels.dispatch import force_implementation  # noqa: E402
 from mlx_zip.cuda.model import CudaModel  # noqa: E402
-from mlx_zip.cuda.network.decoder import Decoder  # noqa: E402
-from mlx_zip.cuda.network.frequencies import LONG  # noqa: E402
-from mlx_zip.cuda.network.kv_cache import KVCache  # noqa: E402
+from mlx_zip.cuda.network.decoder import Decoder, KVCache  # noqa: E402
+from mlx_zip.cuda.network.decoder_config import LONG  # noqa: E402
 from support.slow_cases import slow_but  # noqa: E402
 
 ON_GPU = torch.cuda.is_available()

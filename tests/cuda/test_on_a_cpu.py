@@ -19,7 +19,6 @@ from mlx_zip.cuda.network.linear import (  # noqa: E402
     has_bfloat16_units,
     has_float16_products,
     join_by_rows,
-    prepare_cpu_weight,
 )
 
 with_half = pytest.mark.skipif(not has_float16_products(), reason="PyTorch has no FBGEMM here")
@@ -32,6 +31,12 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def packed(scales: torch.dtype) -> Packed:
     words = torch.arange(8 * 8, dtype=torch.int32).view(8, 8) * 0x01234567
     return Packed(words, random(8, 2).to(scales), random(8, 2, seed=1).to(scales), 4, 32)
+
+
+def prepare_weight(weight, bias=None, dtype=torch.float32):
+    """Returns weight and bias of a product that is prepared for a CPU."""
+    made = Linear(weight, bias).prepare_for_cpu(dtype)
+    return made.weight, made.bias
 
 
 @with_half
@@ -47,7 +52,7 @@ def test_a_matrix_in_float16_is_multiplied_in_float32(count, biased):
 @with_half
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_matrix_that_its_folder_has_in_16_bits_is_kept_in_16(dtype):
-    weight, bias = prepare_cpu_weight(random(8, 64).to(dtype), random(8), torch.float32)
+    weight, bias = prepare_weight(random(8, 64).to(dtype), random(8))
     assert isinstance(weight, HalfMatrix)
     assert bias is None
 
@@ -55,33 +60,33 @@ def test_a_matrix_that_its_folder_has_in_16_bits_is_kept_in_16(dtype):
 @with_half
 def test_a_matrix_in_float32_is_kept_in_16_bits_if_it_loses_nothing():
     exact = random(8, 64)
-    weight, _ = prepare_cpu_weight(exact, None, torch.float32)
+    weight, _ = prepare_weight(exact)
     assert isinstance(weight, torch.Tensor)
     assert torch.equal(weight, exact)
-    assert isinstance(prepare_cpu_weight(exact.bfloat16().float(), None, torch.float32)[0], HalfMatrix)
+    assert isinstance(prepare_weight(exact.bfloat16().float())[0], HalfMatrix)
     tiny = torch.full((8, 64), 1.01 * 2.0**-20)  # below float16's normal range
-    assert isinstance(prepare_cpu_weight(tiny, None, torch.float32)[0], HalfMatrix)
+    assert isinstance(prepare_weight(tiny)[0], HalfMatrix)
 
 
 @with_half
 def test_a_packed_matrix_is_unpacked_in_as_many_bits_as_its_scales_have():
-    assert isinstance(prepare_cpu_weight(packed(torch.float16), None, torch.float32)[0], HalfMatrix)
-    weight, _ = prepare_cpu_weight(packed(torch.float32), None, torch.float32)
+    assert isinstance(prepare_weight(packed(torch.float16))[0], HalfMatrix)
+    weight, _ = prepare_weight(packed(torch.float32))
     torch.testing.assert_close(weight, dequantize(packed(torch.float32)), atol=4e-6, rtol=0)  # float16 is 1e-3 off
 
 
 def test_numbers_beyond_float16_stay_as_they_are():
     large = torch.full((2, 32), 2 * HALF_LARGEST).bfloat16()
-    weight, _ = prepare_cpu_weight(large, None, torch.float32)
+    weight, _ = prepare_weight(large)
     assert torch.equal(weight, large.float())
-    assert prepare_cpu_weight(torch.zeros((0, 32)), None, torch.float32)[0].shape == (0, 32)
+    assert prepare_weight(torch.zeros((0, 32)))[0].shape == (0, 32)
 
 
 def test_where_pytorch_cannot_multiply_float16_or_bfloat16_is_asked_for_a_matrix_is_dense(monkeypatch):
     bias = random(8)
-    assert prepare_cpu_weight(random(8, 64).bfloat16(), bias, torch.bfloat16)[0].dtype == torch.bfloat16
+    assert prepare_weight(random(8, 64).bfloat16(), bias, torch.bfloat16)[0].dtype == torch.bfloat16
     monkeypatch.setattr(linear, "has_float16_products", lambda: False)
-    weight, rest = prepare_cpu_weight(random(8, 64).bfloat16(), bias, torch.float32)
+    weight, rest = prepare_weight(random(8, 64).bfloat16(), bias)
     assert (weight.dtype, rest) == (torch.float32, bias)
     whole = join_by_rows([Linear(random(8, 64)), Linear(random(4, 64))]).prepare_for_cpu(torch.float32)
     assert whole(random(1, 64)).shape == (1, 12)

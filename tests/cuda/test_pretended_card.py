@@ -26,7 +26,7 @@ from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.devices import PRODUCTS, measure_matvec_bandwidth  # noqa: E402
 from mlx_zip.cuda.engine import CudaEngine, make_session_store  # noqa: E402
 from mlx_zip.cuda.graphs import CudaGraphs  # noqa: E402
-from mlx_zip.cuda.kernels.activations import silu_gate  # noqa: E402
+from mlx_zip.cuda.kernels.products import silu_gate  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 from mlx_zip.cuda.transfers import Download, Upload  # noqa: E402
 from mlx_zip.engine.options import RunOptions, ServeOptions  # noqa: E402

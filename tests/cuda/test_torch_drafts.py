@@ -19,7 +19,7 @@ pytest.importorskip("mlx.core")
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.engine import CudaEngine, make_session_store, open_cuda_engine  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
-from mlx_zip.cuda.sequence_reader import SequenceReader  # noqa: E402
+from mlx_zip.cuda.sequence import SequenceReader  # noqa: E402
 from mlx_zip.engine import Submission  # noqa: E402
 from mlx_zip.engine.options import RunOptions, ServeOptions  # noqa: E402
 from mlx_zip.engine.pass_costs import PassCosts  # noqa: E402

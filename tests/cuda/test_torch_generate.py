@@ -113,7 +113,7 @@ def test_the_bundled_model_begins_without_its_pack_where_a_request_says_so(stori
 def test_its_tokenizer_ends_and_pack_are_those_that_mlx_has(stories):
     mlx, tokenizer, model = stories
     assert model.fingerprint == mlx.fingerprint
-    assert model.eos_ids == frozenset(tokenizer.eos_token_ids)
+    assert model.tokenizer.eos_token_ids == set(tokenizer.eos_token_ids)
     assert model.pack.fingerprint == mlx.row_source.pack.fingerprint
     assert model.tokenizer.encode(PROMPTS["code"]) == tokenizer.encode(PROMPTS["code"])
 

@@ -359,7 +359,7 @@ def kept_on_disk(folder, prompt, family="llama", **options):
 
 
 def test_a_session_beyond_longrope_s_switch_goes_on_after_a_restart_without_being_read_again(tmp_path, monkeypatch):
-    from mlx_zip.cuda.sequence_reader import SequenceReader
+    from mlx_zip.cuda.sequence import SequenceReader
 
     whole, begins = SequenceReader._run_body_over_spans, []
     text = kept_on_disk(tmp_path, tiny.base_ids(80), "phi3")
@@ -401,21 +401,22 @@ def test_an_engine_that_keeps_no_sessions_reads_each_prompt_anew(tmp_path):
 
 
 def test_a_tokenizer_s_own_code_and_a_chat_template_of_one_s_own_can_be_asked_for(tmp_path, monkeypatch):
-    from mlx_zip.cuda import engine as engine_module
+    from mlx_zip.cuda.engine import open_cuda_engine
+    from mlx_zip.models import model_folder
 
-    folder, whole, asked = converted(tmp_path, eos_token_id=[5]), engine_module.load_tokenizer, []
+    folder, whole, asked = converted(tmp_path, eos_token_id=[5]), model_folder.load_tokenizer, []
 
     def load(path, trust_remote_code):
         asked.append(trust_remote_code)
         return whole(path, trust_remote_code=trust_remote_code)
 
-    monkeypatch.setattr(engine_module, "load_tokenizer", load)
+    monkeypatch.setattr(model_folder, "load_tokenizer", load)
     template = "{% for one in messages %}w9 {{ one.content }}{% endfor %}"
     options = {"device": "cpu", "tokenizer_config": {"chat_template": template}, "max_running": 1}
-    with engine_module.open_cuda_engine(folder, **options) as made:
+    with open_cuda_engine(folder, **options) as made:
         asked_before = list(asked)
-    with engine_module.open_cuda_engine(folder, trust_remote_code=True, **options) as made:
-        assert (asked_before, asked) == ([], [True])
+    with open_cuda_engine(folder, trust_remote_code=True, **options) as made:
+        assert (asked_before, asked) == ([False], [False, True])  # never read without the trust that was asked for
         assert made.tokenizer.apply_chat_template([{"role": "user", "content": "w7"}]) == [9, 7]
         assert 5 in made.tokenizer.eos_token_ids
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,9 @@ from mlx_zip.converters import convert
 from mlx_zip.converters.export import export
 from mlx_zip.engine.interface import Submission
 from mlx_zip.errors import ConfigError
+from mlx_zip.named import resolve_model_name
 from mlx_zip.vllm.config import Zip2ZipConfig, config_of_export
+from mlx_zip.vllm.engine import load_on_vllm
 from mlx_zip.vllm.model import Zip2ZipForCausalLM
 from support import tiny
 from support.on_vllm import answer_all, open_on_vllm
@@ -50,10 +53,18 @@ def made_config(case: str) -> dict[str, Any]:
     return config
 
 
+def test_the_ids_that_the_model_s_settings_name_end_a_text_too(tmp_path, monkeypatch):
+    shutil.copytree(resolve_model_name("stories"), folder := tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    monkeypatch.setattr("mlx_zip.vllm.engine.LLMEngine", SimpleNamespace(from_engine_args=lambda args: None))
+    monkeypatch.setattr("mlx_zip.vllm.engine.VllmServed", lambda llm, tokenizer, *others: tokenizer)
+    assert load_on_vllm(str(folder), {"trust_remote_code": False}, None, {}, None).eos_token_ids > {7, 9}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_chooses_the_ids_that_it_chooses_on_mlx(case, tmp_path, monkeypatch):
     model = tiny.random_model(made_config(case), 0, 0.1)
-    monkeypatch.setattr("mlx_zip.vllm.engine.load_tokenizer", lambda *given, **options: ENDLESS)
+    monkeypatch.setattr("mlx_zip.vllm.engine.load_model_tokenizer", lambda *given, **options: ENDLESS)
     prompts = [tiny.base_ids(length, seed) for seed, length in enumerate((3, 20, 45))]
     expected = [list(stream_generate(model, ENDLESS, prompt, 10)) for prompt in prompts]
     with open_on_vllm(save(model, tmp_path / "m"), 4, {"max_num_batched_tokens": 32}) as engine:
@@ -70,7 +81,7 @@ def test_a_plain_model_answers_as_on_mlx_and_its_chat_goes_on(tmp_path, monkeypa
     del config["zip2zip"]
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(config))
-    monkeypatch.setattr("mlx_zip.vllm.engine.load_tokenizer", lambda *given, **options: ENDLESS)
+    monkeypatch.setattr("mlx_zip.vllm.engine.load_model_tokenizer", lambda *given, **options: ENDLESS)
     prompt = [one % 40 for one in tiny.base_ids(20)]
     expected = [one.token for one in stream_generate(model, ENDLESS, prompt, 10)]
     with open_on_vllm(save_weights(model, tmp_path / "m", config), 4) as engine:

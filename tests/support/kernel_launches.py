@@ -253,9 +253,9 @@ KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
 }
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
     "hyper_rows.reference_hyper_embedding": embedding_bytes_moved,
-    "encoder.reference_embed_entries": entry_row_bytes_moved,
+    "hyper_rows.reference_embed_entries": entry_row_bytes_moved,
     "head.reference_joint_head": head_bytes_moved,
-    "rope.reference_rope_and_cache": rope_bytes_moved,
+    "attention.reference_rope_and_cache": rope_bytes_moved,
     "attention.reference_decode_attention": attention_bytes_moved,
     "hyper_rows.reference_install_rows": install_bytes_moved,
 }

@@ -6,16 +6,14 @@ packed matrices.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -28,6 +26,7 @@ from mlx_zip.files import check_regular_file
 from mlx_zip.layout import MODEL_TYPE
 from mlx_zip.models.decoder_options import TORCH_BITS, TORCH_GROUPS
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
+from mlx_zip.packs.tuned import TensorFact, fingerprint_tensors, sampled_places
 
 FLOAT_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # by safetensors' names
 _PACKED_DTYPE = "U32"  # dtype of packed matrices
@@ -305,19 +304,17 @@ def make_packed_matrix(parts: Sequence[torch.Tensor | None], bits: int, group: i
 # tensor's name, dtype, shape and a few values. These are read from the files, so that the fingerprint does not depend
 # on the dtype that this engine runs in.
 
-_SAMPLES = 64  # `SAMPLES_PER_TENSOR` of mlx_zip.models.rows.fingerprints
 _HEAD = "lm_head."
-_FingerprintFact = tuple[str, str, tuple[int, ...], str]  # name, MLX's name of the type, shape, values in hex
 
 
 def folder_fingerprint(folder: Path, tied: bool) -> str:
     """Returns a sha256, as hex, of a folder's tensors. tied: whether the head is the embedding. Raises `ModelError`."""
-    facts = sorted(fact for fact in _fingerprint_facts(folder) if not (tied and fact[0].startswith(_HEAD)))
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    facts = _fingerprint_facts(folder)
+    return fingerprint_tensors(fact for fact in facts if not (tied and fact[0].startswith(_HEAD)))
 
 
-def _fingerprint_facts(folder: Path) -> Iterable[_FingerprintFact]:
-    """Yields the facts of every tensor that MLX would hold as a parameter; samples the values."""
+def _fingerprint_facts(folder: Path) -> Iterator[TensorFact]:
+    """Yields the facts of every tensor that MLX would hold as a parameter."""
     names: dict[str, list[str]] = {}
     for name, entry in _read_tensor_headers(folder).items():
         if "rotary_emb.inv_freq" not in name:
@@ -328,9 +325,8 @@ def _fingerprint_facts(folder: Path) -> Iterable[_FingerprintFact]:
                 yield _fingerprint_fact(name, tensors.get_tensor(name))
 
 
-def _fingerprint_fact(name: str, tensor: torch.Tensor) -> _FingerprintFact:
-    size = tensor.numel()
-    at = np.linspace(0, size - 1, min(_SAMPLES, size)).astype(np.int64)
-    values = tensor.reshape(-1)[torch.from_numpy(at)].contiguous().view(torch.uint8).numpy()
+def _fingerprint_fact(name: str, tensor: torch.Tensor) -> TensorFact:
+    at = torch.from_numpy(sampled_places(tensor.numel()))
+    values = tensor.reshape(-1)[at].contiguous().view(torch.uint8).numpy()
     dtype = str(tensor.dtype).replace("torch.", "mlx.core.")
     return name, dtype, tuple(tensor.shape), values.tobytes().hex()

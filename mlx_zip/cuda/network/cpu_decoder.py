@@ -10,11 +10,11 @@ from mlx_zip.cuda.network.decoder import (
     Attention,
     Decoder,
     DecoderLayer,
+    KVCache,
     VisibleKeys,
     attend_to_cache,
     visible_key_mask,
 )
-from mlx_zip.cuda.network.kv_cache import KVCache
 from mlx_zip.cuda.network.linear import Linear
 
 RotationFactors = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines [N, 1, R]

@@ -1,4 +1,4 @@
-"""The decoder: weights, attention, and two passes, `prefill` for prompts and `step` for one id per sequence.
+"""The decoder: weights, KV caches, attention, and two passes, `prefill` for prompts and `step` for one id per sequence.
 
 A layer of a step is seven kernel launches: (1) norm and the joined q, k, v product; (2) rotation, head norms and cache
 write; (3, 4) attention; (5) output projection and residual; (6) norm, gate and up products, and activation; (7) down
@@ -8,19 +8,21 @@ each product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mlx_zip.cuda.kernels.activations import rms_norm
-from mlx_zip.cuda.kernels.attention import decode_attention
-from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
+from mlx_zip.cuda.devices import raise_if_memory_too_small
+from mlx_zip.cuda.kernels.attention import Rotation, decode_attention, rope_and_cache
+from mlx_zip.cuda.kernels.products import rms_norm
 from mlx_zip.cuda.network.checkpoint import TensorFolder
 from mlx_zip.cuda.network.decoder_config import DecoderConfig
-from mlx_zip.cuda.network.kv_cache import KVCache, make_kv_cache
 from mlx_zip.cuda.network.linear import Linear, fused_product, join_by_rows
+from mlx_zip.cuda.transfers import copy_to_device, to_host
 from mlx_zip.errors import ModelError
 
 
@@ -92,7 +94,76 @@ def _take_linear(folder: TensorFolder, name: str, rows: int, columns: int, biase
     return Linear(folder.take_weight(f"{name}.weight", rows, columns), bias)
 
 
-# ---- attention of many queries over KV caches of fixed size, by PyTorch's own operation
+# ---- the KV caches of a batch: allocated once, at fixed addresses, so that CUDA graphs can be replayed
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every layer, and their number for each sequence. All fields are on the device.
+
+    whole [layers, 2, B, K, S, E]: keys, then values. lengths [B] int64: number of ids in each sequence's cache, and so
+    the slot of its next id. frequency_set [B] int64: the rotary frequencies that each sequence's keys were rotated
+    with, `SHORT` or `LONG`.
+    """
+
+    whole: torch.Tensor
+    lengths: torch.Tensor
+    frequency_set: torch.Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots S per sequence."""
+        return self.whole.shape[4]
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """Returns one layer's keys [B, K, S, E], rotated."""
+        return self.whole[layer, 0]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Returns one layer's values [B, K, S, E]."""
+        return self.whole[layer, 1]
+
+    def slice_rows(self, begin: int, end: int) -> KVCache:
+        """Returns the caches of sequences begin to end - 1, in the same memory."""
+        return KVCache(self.whole[:, :, begin:end], self.lengths[begin:end], self.frequency_set[begin:end])
+
+    def trim_row(self, row: int, length: int) -> None:
+        """Trims a sequence to its first `length` ids."""
+        self.lengths[row].clamp_(max=length)
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Copies the sequence in row `source` to row `target`."""
+        for part in (self.whole.transpose(0, 2), self.lengths, self.frequency_set):
+            part[target].copy_(part[source])
+
+    def save_row(self, row: int, length: int) -> tuple[torch.Tensor, int]:
+        """Returns a sequence's first keys and values [layers, 2, K, length, E] on the host, and its frequency set."""
+        return to_host(self.whole[:, :, row, :, :length]), int(self.frequency_set[row])
+
+    def load_row(self, row: int, saved: torch.Tensor, frequency_set: int) -> None:
+        """Fills a sequence's cache with what `save_row` returned."""
+        length = saved.shape[3]
+        copy_to_device(self.whole[:, :, row, :, :length], saved)
+        self.lengths[row], self.frequency_set[row] = length, frequency_set
+
+
+def make_kv_cache(
+    config: DecoderConfig, batch: int, capacity: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Returns empty caches. Raises `ModelError`, naming needed and free bytes, if memory is too small."""
+    needed = batch * capacity * config.kv_bytes_per_id(dtype)
+    raise_if_memory_too_small(f"KV caches of {batch} x {capacity} ids", needed, device)
+    shape = (config.layers, 2, batch, config.kv_heads, capacity, config.head_width)
+    # zeros, because the values of masked slots are multiplied by 0, and 0 x NaN is NaN
+    if device.type == "cpu":  # NumPy's zeros take memory only once they are written
+        whole = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    else:
+        whole = torch.zeros(shape, dtype=dtype, device=device)
+    counts = torch.zeros((2, batch), dtype=torch.int64, device=device)
+    return KVCache(whole, counts[0], counts[1])
+
+
+# ---- attention of many queries over KV caches, by PyTorch's own operation
 
 
 class VisibleKeys:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import gelu, layer_norm
 
-from mlx_zip.config import EncoderConfig
-from mlx_zip.cuda.kernels.encoder import attend_in_entries, embed_entries, pool_places
+from mlx_zip.config import SIDES, EncoderConfig, ZipConfig
+from mlx_zip.cuda.kernels.hyper_rows import attend_in_entries, embed_entries, pool_places
 from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack
 from mlx_zip.cuda.network.linear import Linear, fused_product, join_by_rows
 from mlx_zip.errors import ConfigError
@@ -26,18 +26,13 @@ Encoder = Callable[[torch.Tensor, torch.Tensor, Matrix], torch.Tensor]
 class EncoderWeights:
     """The tensors of one encoder by their names in the checkpoint, without the side's prefix.
 
-    take: called with a tensor's whole name and its shape, like `TensorFolder.take_weight`. prefix: "input_encoder." or
-    "output_encoder.". cpu_dtype: dtype of the vectors in products on a CPU (`Linear.prepare_for_cpu`); None to use
-    kernels.
+    take: called with a tensor's whole name and its shape, like `TensorFolder.take_weight`. side: the rows' side, one of
+    `SIDES`; tensor names begin with it. cpu_dtype: dtype of the vectors in products on a CPU
+    (`Linear.prepare_for_cpu`); None to use kernels.
     """
 
-    def __init__(self, take: Callable[..., Matrix], prefix: str, cpu_dtype: torch.dtype | None = None) -> None:
-        self._take, self._prefix, self._cpu_dtype = take, prefix, cpu_dtype
-
-    @property
-    def side(self) -> str:
-        """The side whose rows the encoder makes, one of `SIDES`."""
-        return self._prefix
+    def __init__(self, take: Callable[..., Matrix], side: str, cpu_dtype: torch.dtype | None = None) -> None:
+        self.side, self._take, self._cpu_dtype = side, take, cpu_dtype
 
     def take_linear(self, names: str | Sequence[str], rows: int, columns: int) -> Linear:
         """Returns the product with the matrix NAME.weight [rows, columns]; several matrices are joined by their rows.
@@ -45,17 +40,32 @@ class EncoderWeights:
         Raises `ModelError` if a matrix is missing or has another shape.
         """
         names = [names] if isinstance(names, str) else names
-        whole = join_by_rows([Linear(self._take(f"{self._prefix}{name}.weight", rows, columns)) for name in names])
+        whole = join_by_rows([Linear(self._take(f"{self.side}{name}.weight", rows, columns)) for name in names])
         return whole if self._cpu_dtype is None else whole.prepare_for_cpu(self._cpu_dtype)
 
     def take_dense_tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Returns a tensor, unpacked if it is packed. Raises `ModelError` if it is missing or has another shape."""
-        value = self._take(self._prefix + name, *shape)
+        value = self._take(self.side + name, *shape)
         return unpack(value, value.scales.dtype) if isinstance(value, Packed) else value
 
     def take_norm(self, name: str, width: int) -> LayerNorm:
         """Returns the layer norm `name`. Raises `ModelError` if a tensor is missing or has another shape."""
         return LayerNorm(self.take_dense_tensor(f"{name}.weight", width), self.take_dense_tensor(f"{name}.bias", width))
+
+
+def make_encoders(
+    config: ZipConfig, take: Callable[..., Matrix], sides: Sequence[str] = SIDES, cpu_dtype: torch.dtype | None = None
+) -> dict[str, Encoder]:
+    """Returns the encoder of each side in `sides`: one encoder for both sides if the encoders are tied.
+
+    take, cpu_dtype: see `EncoderWeights`. Raises what `make_encoder` raises.
+    """
+    prefixes = {side: config.encoder.prefix_of(side) for side in sides}
+    made = {
+        prefix: make_encoder(config.encoder, config.merge_size, EncoderWeights(take, prefix, cpu_dtype))
+        for prefix in sorted(set(prefixes.values()))
+    }
+    return {side: made[prefix] for side, prefix in prefixes.items()}
 
 
 def make_encoder(config: EncoderConfig, merge_size: int, weights: EncoderWeights) -> Encoder:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from mlx_zip.cuda.kernels.activations import rms_norm, silu_gate
-from mlx_zip.cuda.kernels.matvec import MAX_VECTORS, matvec
-from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack, unpack_levels
+from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack, unpack_levels, value_dtype
+from mlx_zip.cuda.kernels.products import MAX_VECTORS, matvec, rms_norm, silu_gate
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,14 @@ class Linear:
         return torch.nn.functional.linear(x, weight, self.bias)
 
     def prepare_for_cpu(self, dtype: torch.dtype) -> Linear:
-        """Returns the product with its weight prepared for a CPU, for vectors of `dtype`."""
-        assert not isinstance(self.weight, HalfMatrix)
-        return Linear(*prepare_cpu_weight(self.weight, self.bias, dtype), for_cpu=True)
+        """Returns the product for vectors of `dtype` on a CPU; a float16 matrix (`HalfMatrix`) includes the bias."""
+        weight = self.weight
+        assert not isinstance(weight, HalfMatrix)
+        dense = unpack(weight, torch.float32) if isinstance(weight, Packed) else weight.float()
+        is_short = value_dtype(weight) != torch.float32
+        if dtype == torch.float32 and has_float16_products() and _should_keep_float16(dense, is_short):
+            return Linear(HalfMatrix(dense, self.bias), None, for_cpu=True)
+        return Linear(dense.to(dtype), self.bias, for_cpu=True)
 
 
 def fused_product(
@@ -148,22 +152,11 @@ class HalfMatrix:
         return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
 
 
-def prepare_cpu_weight(
-    weight: Matrix, bias: torch.Tensor | None, dtype: torch.dtype
-) -> tuple[torch.Tensor | HalfMatrix, torch.Tensor | None]:
-    """Returns a matrix [R, D] prepared for products with vectors of `dtype`, and the bias unless it is included."""
-    short = (weight.scales if isinstance(weight, Packed) else weight).dtype != torch.float32
-    dense = unpack(weight, torch.float32) if isinstance(weight, Packed) else weight.float()
-    if dtype == torch.float32 and has_float16_products() and _should_keep_float16(dense, short):
-        return HalfMatrix(dense, bias), None
-    return dense.to(dtype), bias
-
-
-def _should_keep_float16(matrix: torch.Tensor, short: bool) -> bool:
-    """Returns whether to keep a matrix in float16. short: whether its file stores it in 16 bits or fewer."""
+def _should_keep_float16(matrix: torch.Tensor, is_short: bool) -> bool:
+    """Returns whether to keep a matrix in float16. is_short: whether its file stores it in 16 bits or fewer."""
     if not matrix.numel() or matrix.abs().max() > HALF_LARGEST:
         return False
-    return short or bool((matrix.half().float() - matrix).abs().max() <= HALF_ROUNDING)
+    return is_short or bool((matrix.half().float() - matrix).abs().max() <= HALF_ROUNDING)
 
 
 @cache

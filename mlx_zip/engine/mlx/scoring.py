@@ -128,11 +128,7 @@ def _batch_by_length(model: Any, rows: Sequence[Compressed], batch_size: int) ->
 
 def _depends_on_base_length(model: Any) -> bool:
     """Returns whether LongRoPE's factors depend on each row's base tokens; if so, rows cannot share a model call."""
-    return (
-        has_hypertokens(model)
-        and model.traits.long_context is not None
-        and model.config.position_mode == "base_token_end"
-    )
+    return has_hypertokens(model) and model.traits.long_context is not None and model.config.by_base
 
 
 def score_in_parts(model: Any, row: Compressed, top: int, at_most: int) -> Iterator[Scored]:

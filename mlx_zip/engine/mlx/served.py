@@ -62,7 +62,7 @@ class Served:
         self.ahead = default_device_is_gpu() if options.ahead is None else options.ahead
         config = decoder_config(model)
         self.context: int | None = config.get("max_position_embeddings")
-        self.by_base = self.hyper and model.config.position_mode == "base_token_end"
+        self.by_base = self.hyper and model.config.by_base
         self.vocab_size = model.layout.vocab_size if self.hyper else config.get("vocab_size") or len(tokenizer)
         if self.draft_model is not None:
             self.draft_model.check_vocabulary(self.vocab_size)

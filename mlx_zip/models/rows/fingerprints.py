@@ -20,8 +20,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from mlx_zip.config import SIDES, ZipConfig
+from mlx_zip.packs.tuned import fingerprint_tensors, sampled_places
 
-SAMPLES_PER_TENSOR = 64  # values per tensor in fingerprints that hash no tensor whole
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
 
@@ -43,11 +43,10 @@ class SideFingerprints:
         Each covers the side's name, the tensors of its encoder and matrix, the tensors' quantization, the encoder's
         options, merge size and pad id. quantization: config.json's section of that name, empty if there is none.
         """
-        tied_encoders = config.encoder.tie_encoders
         tied_matrices = not any(name.startswith(_HEAD) for name in self.digests)
         prefixes = {
             "input": (SIDES[0], _EMBEDDING),
-            "output": (SIDES[0 if tied_encoders else 1], _EMBEDDING if tied_matrices else _HEAD),
+            "output": (config.encoder.prefix_of(SIDES[1]), _EMBEDDING if tied_matrices else _HEAD),
         }
         return {side: self._side_fingerprint(side, prefixes[side], config, quantization) for side in prefixes}
 
@@ -101,8 +100,7 @@ def sample_tensors(model: nn.Module) -> list[SampledTensor]:
 def fingerprint_samples(tensors: Sequence[SampledTensor]) -> str:
     """Returns a sha256, as hex, of what `sample_tensors` returned."""
     mx.eval([one.values for one in tensors])
-    facts = [[one.name, one.dtype, one.shape, bytes(host_bytes(one.values)).hex()] for one in tensors]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return fingerprint_tensors((one.name, one.dtype, one.shape, bytes(host_bytes(one.values)).hex()) for one in tensors)
 
 
 def compute_model_fingerprint(model: nn.Module) -> str:
@@ -179,6 +177,5 @@ def host_bytes(array: mx.array) -> memoryview:
 
 
 def sample_values(array: mx.array) -> mx.array:
-    """Returns up to `SAMPLES_PER_TENSOR` values of an array, evenly spaced."""
-    flat = array.reshape(-1)
-    return flat[mx.array(np.linspace(0, flat.size - 1, min(SAMPLES_PER_TENSOR, flat.size)).astype(np.int64))]
+    """Returns the values of an array that a fingerprint covers (`sampled_places`)."""
+    return array.reshape(-1)[mx.array(sampled_places(array.size))]

@@ -152,7 +152,8 @@ class TorchModel(nn.Module):
         """Returns input rows [R, D] of the entries that occur in inputs, and output rows [U, D] of all entries."""
         assert self.zip is not None
         tied, one_matrix = self.zip.encoder.tie_encoders, self.head is self.body.embed_tokens.weight
-        output = self.encode_entries(SIDES[0] if tied else SIDES[1], self.head, arrays["entries"], arrays["lengths"])
+        encoder = self.zip.encoder.prefix_of(SIDES[1])
+        output = self.encode_entries(encoder, self.head, arrays["entries"], arrays["lengths"])
         output = self._add_pack_rows("output_rows", output, arrays.get("in_pack"))
         if tied and one_matrix:
             return output[arrays["read"]], output

@@ -11,14 +11,19 @@ from itertools import product
 
 import torch
 
-from mlx_zip.cuda.kernels.activations import rms_norm, silu_gate
-from mlx_zip.cuda.kernels.attention import decode_attention
-from mlx_zip.cuda.kernels.encoder import MASKS, POOLS, attend_in_entries, embed_entries, pool_places
+from mlx_zip.cuda.kernels.attention import Rotation, decode_attention, rope_and_cache
 from mlx_zip.cuda.kernels.head import joint_head
-from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding, install_rows
-from mlx_zip.cuda.kernels.matvec import matvec
+from mlx_zip.cuda.kernels.hyper_rows import (
+    MASKS,
+    POOLS,
+    attend_in_entries,
+    embed_entries,
+    hyper_embedding,
+    install_rows,
+    pool_places,
+)
 from mlx_zip.cuda.kernels.packed import Matrix, Packed, unpack
-from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
+from mlx_zip.cuda.kernels.products import matvec, rms_norm, silu_gate
 
 WIDTH, ROWS, SLOTS = 3072, 512, 64
 HALF, FULL = torch.bfloat16, torch.float32

@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from mlx_zip.cuda.kernels import activations  # noqa: E402
+from mlx_zip.cuda.kernels import products  # noqa: E402
 from mlx_zip.cuda.kernels.triton.tuning import is_interpreted  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")
@@ -19,15 +19,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (3, 33), (2, 1030)])
 def test_a_norm_is_that_of_float64(guard, close, dtype, count, width):
     x, weight = guard(torch.randn(count, width).to(dtype)), guard((1 + torch.rand(width)).to(dtype))
-    got = activations.rms_norm(x, weight, 1e-5, impl="triton")
-    close(got, activations.reference_rms_norm(x.double(), weight.double(), 1e-5), roundings=2)
+    got = products.rms_norm(x, weight, 1e-5, impl="triton")
+    close(got, products.reference_rms_norm(x.double(), weight.double(), 1e-5), roundings=2)
     close(got, torch.nn.functional.rms_norm(x.double(), (width,), weight.double(), 1e-5), roundings=2)
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_a_norm_is_written_where_the_caller_wants_it(guard, close, impl):
     x, weight, place = guard(torch.randn(2, 5)), guard(torch.rand(5)), guard(torch.full((2, 5), torch.nan))
-    assert activations.rms_norm(x, weight, 1e-6, place, impl) is place
+    assert products.rms_norm(x, weight, 1e-6, place, impl) is place
     close(place, torch.nn.functional.rms_norm(x.double(), (5,), weight.double(), 1e-6))
 
 
@@ -35,18 +35,18 @@ def test_a_norm_is_written_where_the_caller_wants_it(guard, close, impl):
 @pytest.mark.parametrize(("count", "width"), [(1, 1), (3, 33), (2, 1030)])
 def test_a_gated_activation_is_that_of_float64(guard, close, dtype, count, width):
     gate_up = guard(torch.randn(count, 2 * width).to(dtype))
-    close(activations.silu_gate(gate_up, impl="triton"), activations.reference_silu_gate(gate_up.double()))
+    close(products.silu_gate(gate_up, impl="triton"), products.reference_silu_gate(gate_up.double()))
 
 
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"weight has shape \[4\], expected \[5\]"):
-        activations.rms_norm(torch.ones(2, 5), torch.ones(4), 1e-5)
+        products.rms_norm(torch.ones(2, 5), torch.ones(4), 1e-5)
     with pytest.raises(ValueError, match=r"out has shape \[1, 5\], expected \[2, 5\]"):
-        activations.rms_norm(torch.ones(2, 5), torch.ones(5), 1e-5, torch.ones(1, 5))
+        products.rms_norm(torch.ones(2, 5), torch.ones(5), 1e-5, torch.ones(1, 5))
     with pytest.raises(ValueError, match="an odd number"):
-        activations.silu_gate(torch.ones(2, 5))
+        products.silu_gate(torch.ones(2, 5))
     with pytest.raises(ValueError, match="not one of triton, reference"):
-        activations.silu_gate(torch.ones(2, 4), impl="metal")
+        products.silu_gate(torch.ones(2, 4), impl="metal")
 
 
 @triton.jit

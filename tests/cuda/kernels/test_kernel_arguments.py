@@ -7,11 +7,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels import dispatch, encoder  # noqa: E402
-from mlx_zip.cuda.kernels.activations import silu_gate  # noqa: E402
-from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding  # noqa: E402
+from mlx_zip.cuda.kernels import dispatch  # noqa: E402
+from mlx_zip.cuda.kernels.attention import Rotation, rope_and_cache  # noqa: E402
+from mlx_zip.cuda.kernels.hyper_rows import (  # noqa: E402
+    attend_in_entries,
+    embed_entries,
+    hyper_embedding,
+    pool_places,
+)
 from mlx_zip.cuda.kernels.packed import Packed, unpack  # noqa: E402
-from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache  # noqa: E402
+from mlx_zip.cuda.kernels.products import silu_gate  # noqa: E402
 
 ONE = torch.ones(1, dtype=torch.int64)
 IDS = torch.zeros((1, 3), dtype=torch.int64)
@@ -24,11 +29,11 @@ def words(*shape):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: encoder.embed_entries(IDS, torch.ones(4, 2), torch.ones(2, 2)), "3 places, positions only 2"),
-        (lambda: encoder.embed_entries(IDS, torch.ones(4, 2), torch.ones(3, 1)), r"places has shape \[3, 1\]"),
-        (lambda: encoder.attend_in_entries(torch.ones(1, 2, 12), ONE, 2, "none"), "mask 'none' is not one of both,"),
-        (lambda: encoder.attend_in_entries(torch.ones(1, 2, 12), ONE, 3, "both"), "12 columns are not made of queries"),
-        (lambda: encoder.pool_places(torch.ones(1, 2, 4), ONE, "first"), "pool 'first' is not one of all, real, last"),
+        (lambda: embed_entries(IDS, torch.ones(4, 2), torch.ones(2, 2)), "3 places, positions only 2"),
+        (lambda: embed_entries(IDS, torch.ones(4, 2), torch.ones(3, 1)), r"places has shape \[3, 1\]"),
+        (lambda: attend_in_entries(torch.ones(1, 2, 12), ONE, 2, "none"), "mask 'none' is not one of both,"),
+        (lambda: attend_in_entries(torch.ones(1, 2, 12), ONE, 3, "both"), "12 columns are not made of queries"),
+        (lambda: pool_places(torch.ones(1, 2, 4), ONE, "first"), "pool 'first' is not one of all, real, last"),
         (lambda: unpack(Packed(words(2, 8), *[torch.zeros(2, 1)] * 2, 3, 32), torch.float32), "3 bits: only 4 and 8"),
         (lambda: unpack(Packed(words(2, 8).long(), *[torch.zeros(2, 2)] * 2, 4, 32), torch.half), "expected int32"),
         (lambda: unpack(Packed(words(2, 8), *[torch.zeros(2, 1)] * 2, 4, 48), torch.float32), "groups of 48"),

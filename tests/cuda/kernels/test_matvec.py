@@ -7,9 +7,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels.activations import normalize_rms  # noqa: E402
-from mlx_zip.cuda.kernels.matvec import matvec, reference_matvec  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, to_dense_matrix  # noqa: E402
+from mlx_zip.cuda.kernels.products import (  # noqa: E402
+    matvec,
+    normalize_rms,
+    reference_matvec,
+)
 from support.pairs import quick_pairs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")

@@ -9,16 +9,21 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels import activations, encoder  # noqa: E402
-from mlx_zip.cuda.kernels.attention import decode_attention, reference_decode_attention  # noqa: E402
+from mlx_zip.cuda.kernels import hyper_rows, products  # noqa: E402
+from mlx_zip.cuda.kernels.attention import (  # noqa: E402
+    Rotation,
+    decode_attention,
+    reference_decode_attention,
+    reference_rope_and_cache,
+    rope_and_cache,
+)
 from mlx_zip.cuda.kernels.head import joint_head, reference_joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.hyper_rows import hyper_embedding, reference_hyper_embedding  # noqa: E402
-from mlx_zip.cuda.kernels.matvec import matvec, reference_matvec  # noqa: E402
 from mlx_zip.cuda.kernels.packed import dequantize, unpack  # noqa: E402
-from mlx_zip.cuda.kernels.rope import Rotation, reference_rope_and_cache, rope_and_cache  # noqa: E402
+from mlx_zip.cuda.kernels.products import matvec, reference_matvec  # noqa: E402
 from mlx_zip.cuda.kernels.triton import attention as attention_triton  # noqa: E402
 from mlx_zip.cuda.kernels.triton import head as head_triton  # noqa: E402
-from mlx_zip.cuda.kernels.triton import matvec as matvec_triton  # noqa: E402
+from mlx_zip.cuda.kernels.triton import products as products_triton  # noqa: E402
 from support.slow_cases import slow_but  # noqa: E402
 
 HEAD_WIDTHS = (64, 80, 96, 128)
@@ -121,8 +126,8 @@ def test_rows_of_any_entries(guard, matrix, draw):
     table, exact = matrix(draw, height, dtype)
     places = guard(torch.randn(length + draw.randint(0, 2), table.shape[1]).to(dtype)) if draw.random() < 0.6 else None
     entries = guard(torch.randint(-1, height + 1, (count, length)))
-    got = encoder.embed_entries(entries, table, places, impl="triton")
-    wanted = encoder.reference_embed_entries(entries, exact, None if places is None else places.double())
+    got = hyper_rows.embed_entries(entries, table, places, impl="triton")
+    wanted = hyper_rows.reference_embed_entries(entries, exact, None if places is None else places.double())
     near(got, wanted, dtype)
 
 
@@ -131,14 +136,14 @@ def test_attention_and_pooling_of_any_entries(guard, draw):
     each, dtype = draw.choice((*HEAD_WIDTHS, draw.randint(1, 70))), draw.choice(DTYPES)
     lengths = guard(torch.randint(1, length + 1, (count,)))
     qkv = guard(torch.randn(count, length, 3 * heads * each).to(dtype))
-    for mask in encoder.MASKS:
-        got = encoder.attend_in_entries(qkv, lengths, heads, mask, impl="triton")
-        near(got, encoder.reference_attend_in_entries(qkv.double(), lengths, heads, mask), dtype)
+    for mask in hyper_rows.MASKS:
+        got = hyper_rows.attend_in_entries(qkv, lengths, heads, mask, impl="triton")
+        near(got, hyper_rows.reference_attend_in_entries(qkv.double(), lengths, heads, mask), dtype)
     x = guard(torch.randn(count, length, draw.randint(1, 1100)).to(dtype))
-    for kind in encoder.POOLS:
+    for kind in hyper_rows.POOLS:
         near(
-            encoder.pool_places(x, lengths, kind, impl="triton"),
-            encoder.reference_pool_places(x.double(), lengths, kind),
+            hyper_rows.pool_places(x, lengths, kind, impl="triton"),
+            hyper_rows.reference_pool_places(x.double(), lengths, kind),
             dtype,
         )
 
@@ -168,11 +173,11 @@ def test_norms_gates_and_unpacked_matrices(guard, matrix, draw):
     x, gate_up = guard(torch.randn(count, width).to(dtype)), guard(torch.randn(count, 2 * width).to(dtype))
     factors = guard((1 + torch.rand(width)).to(dtype))
     near(
-        activations.rms_norm(x, factors, 1e-5, impl="triton"),
-        activations.reference_rms_norm(x.double(), factors.double(), 1e-5),
+        products.rms_norm(x, factors, 1e-5, impl="triton"),
+        products.reference_rms_norm(x.double(), factors.double(), 1e-5),
         dtype,
     )
-    near(activations.silu_gate(gate_up, impl="triton"), activations.reference_silu_gate(gate_up.double()), dtype)
+    near(products.silu_gate(gate_up, impl="triton"), products.reference_silu_gate(gate_up.double()), dtype)
     packed, exact = matrix(draw, draw.randint(1, 40), dtype)
     if not isinstance(packed, torch.Tensor):
         near(unpack(packed, dtype, impl="triton"), exact, dtype)
@@ -186,11 +191,11 @@ def test_empty_inputs_give_empty_results():
     none, flags = torch.zeros(0, dtype=torch.int64), torch.zeros((0, 0), dtype=torch.bool)
     for impl in ("triton", "reference"):
         assert hyper_embedding(ids, torch.ones(3, 4), no_rows[:0], 3, impl).shape == (0, 2, 4)
-        assert encoder.embed_entries(ids, torch.ones(3, 4), None, impl).shape == (0, 2, 4)
-        assert encoder.attend_in_entries(torch.ones(0, 2, 12), none, 2, "both", impl).shape == (0, 2, 4)
-        assert encoder.pool_places(torch.ones(0, 2, 4), none, "real", impl).shape == (0, 4)
-        assert activations.silu_gate(torch.ones(0, 4), impl).shape == (0, 2)
-        assert activations.rms_norm(torch.ones(0, 4), torch.ones(4), 1e-5, impl=impl).shape == (0, 4)
+        assert hyper_rows.embed_entries(ids, torch.ones(3, 4), None, impl).shape == (0, 2, 4)
+        assert hyper_rows.attend_in_entries(torch.ones(0, 2, 12), none, 2, "both", impl).shape == (0, 2, 4)
+        assert hyper_rows.pool_places(torch.ones(0, 2, 4), none, "real", impl).shape == (0, 4)
+        assert products.silu_gate(torch.ones(0, 4), impl).shape == (0, 2)
+        assert products.rms_norm(torch.ones(0, 4), torch.ones(4), 1e-5, impl=impl).shape == (0, 4)
         cache = torch.ones(0, 1, 5, 4)
         assert decode_attention(torch.ones(0, 2, 4), cache, cache, none, impl=impl).shape == (0, 2, 4)
         assert matvec(torch.ones(0, 4), torch.ones(3, 4), impl=impl).shape == (0, 3)
@@ -204,7 +209,7 @@ def test_empty_inputs_give_empty_results():
 
 def test_float16_operands_as_they_are_on_a_gpu(guard, monkeypatch):
     """The interpreter multiplies float16 matrices rightly, so what it upcasts for bfloat16 is tried without that."""
-    for module in (attention_triton, head_triton, matvec_triton):
+    for module in (attention_triton, head_triton, products_triton):
         monkeypatch.setattr(module, "is_interpreted", lambda: False)
     q, keys, values = (guard(torch.randn(shape).half()) for shape in ((2, 4, 24), (2, 2, 70, 24), (2, 2, 70, 24)))
     got = decode_attention(q, keys, values, guard(torch.tensor([70, 33])), impl="triton")

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels.rope import Rotation, reference_rope_and_cache, rope_and_cache  # noqa: E402
+from mlx_zip.cuda.kernels.attention import Rotation, reference_rope_and_cache, rope_and_cache  # noqa: E402
 from support.pairs import quick_pairs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("on_a_card")

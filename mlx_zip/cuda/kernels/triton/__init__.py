@@ -1,1 +1,1 @@
-"""The Triton kernels, one file per operation; dispatchers in the parent package check arguments and launch them."""
+"""The Triton kernels; dispatchers in files of the same names in the parent package check arguments and launch them."""
