@@ -24,20 +24,11 @@ from mlx_zip.converters.tensors import dtype_name, read_json_object_strictly
 from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer_facts
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
+from mlx_zip.models.decoder_options import FAMILIES
 from mlx_zip.progress import ProgressBar
 
 FLAG = "--out"
 ENCODERS = source.ENCODER_FILES[0]
-ARCHITECTURES = {  # model_type in config.json -> class of transformers
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
 _OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json to leave out for PyTorch
 _REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
     "averaging": "it knows no such kind",
@@ -177,7 +168,7 @@ def _decoder_config_json(config: dict[str, Any], stored: str) -> dict[str, Any]:
     plain |= {"model_type": kind, "torch_dtype": stored}
     if "dtype" in plain:
         plain["dtype"] = stored
-    plain.setdefault("architectures", [ARCHITECTURES[kind]])
+    plain.setdefault("architectures", [FAMILIES[kind].architecture])
     return plain
 
 

@@ -14,18 +14,14 @@ from mlx_zip.config import ZipConfig, parse_zip_section
 from mlx_zip.errors import ConfigError
 from mlx_zip.files import read_json_object
 from mlx_zip.layout import MODEL_TYPE, Layout
+from mlx_zip.models.decoder_options import FAMILIES
 from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME
 from mlx_zip.text.tokenizers import load_tokenizer
 
 ENCODERS = "zip2zip_encoders.safetensors"  # of an exported checkpoint
 ARCHITECTURE = "Zip2ZipForCausalLM"  # vLLM's name for our model
-DECODERS = {  # vLLM's name for each decoder, by model_type
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+_KINDS = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+DECODERS = {kind: FAMILIES[kind].architecture for kind in _KINDS}  # vLLM's names, which are transformers' too
 _PACKING = ("quantization", "quantization_config")  # keys of MLX's quantization, which vLLM would take for its own
 _NOT_THE_DECODERS = (*_PACKING, "model_type", "name_or_path", "_name_or_path", "mlx_zip")
 
