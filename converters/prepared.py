@@ -28,7 +28,7 @@ from mlx_zip.converters.tensors import (
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer_facts
 from mlx_zip.errors import ConversionError, errors_as
 from mlx_zip.layout import MODEL_TYPE, Layout
-from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
+from mlx_zip.models.decoder import raise_if_decoder_unsupported
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack

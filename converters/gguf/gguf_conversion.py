@@ -29,7 +29,7 @@ from mlx_zip.converters.tensors import list_some_names
 from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer_facts
 from mlx_zip.errors import ConfigError, ConversionError, errors_as
 from mlx_zip.files import write_json
-from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
+from mlx_zip.models.decoder import raise_if_decoder_unsupported
 from mlx_zip.progress import ProgressBar
 
 
