@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.files import expand_home
 from mlx_zip.models.rows.fingerprints import host_bytes
-from mlx_zip.models.rows.row_files import RowSet
-from mlx_zip.models.rows.row_folder import RowFolder
+from mlx_zip.models.rows.row_folder import RowFolder, RowSet
 
 MEMORY_BYTES = 64 << 20
 FOLDER_BYTES = 1 << 30
