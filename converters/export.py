@@ -25,7 +25,6 @@ from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tok
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.models.decoder_options import FAMILIES
-from mlx_zip.progress import ProgressBar
 
 FLAG = "--out"
 ENCODERS = source.ENCODER_FILES[0]
@@ -188,11 +187,9 @@ def _write_checkpoint(
     weights, parameters = output.take_weights(model)
     encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(SIDES)}
     parameters -= sum(array.size for array in encoders.values())
-    total = len(weights) + len(encoders)
-    with output.new_model_folder(out, FLAG) as folder, ProgressBar(total, "tensor", "Writing", shown=progress) as step:
-        output.write_model(folder, weights, parameters, lambda *_: step(), framework="pt")
-        output.write_tensors(folder / ENCODERS, encoders, lambda *_: step(), framework="pt")
-        write_json(folder / "config.json", config)
+    with output.new_model_folder(out, FLAG) as folder:
+        output.write_model(folder, weights, parameters, config, progress, framework="pt")
+        output.write_tensors(folder / ENCODERS, encoders, framework="pt")
         write_json(folder / source.CONFIG, _zip2zip_config_json(model.config))
         copy_tokenizer(place.folder, folder, facts, trust_remote_code)
         (folder / "README.md").write_text(_export_model_card(place), encoding="utf-8")

@@ -30,7 +30,6 @@ from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer_facts
 from mlx_zip.errors import ConfigError, ConversionError, errors_as
 from mlx_zip.files import write_json
 from mlx_zip.models.decoder import raise_if_decoder_unsupported
-from mlx_zip.progress import ProgressBar
 
 
 @dataclass
@@ -197,9 +196,8 @@ def _write_gguf_model(
 ) -> None:
     config, tokenizer = source.config, source.tokenizer
     parameters = output.take_weights(model)[1]
-    with output.new_model_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
-        output.write_model(folder, weights, parameters, lambda *_: step())
-        write_json(folder / "config.json", config)
+    with output.new_model_folder(out) as folder:
+        output.write_model(folder, weights, parameters, config, progress)
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         write_json(folder / "generation_config.json", {key: config[key] for key in ids if key in config})
         tokenizer.library.save(str(folder / "tokenizer.json"))
