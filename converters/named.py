@@ -118,7 +118,7 @@ def _quantize_plain_model(plain: Path, out: Path) -> None:
     """Quantizes the plain model in `plain` to the new folder `out`. Raises `ConversionError` if writing fails."""
     from mlx_lm.utils import load, save
 
-    with output.new_model_folder(out) as folder, contextlib.redirect_stdout(sys.stderr):
+    with output.new_model_folder(out) as folder:
         loaded: Any = load(str(plain), lazy=True, return_config=True)
         model, tokenizer, config = loaded
         model.set_dtype(DTYPES[named.DTYPE])

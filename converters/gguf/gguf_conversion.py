@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -120,8 +118,7 @@ def _quantize_layers(source: _GgufSource, model: nn.Module, recipe: Quantization
     if recipe.quantize:
         if bits:
             warnings.warn("the file's packed values are rounded again; without -q they stay as they are", stacklevel=2)
-        with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints to stdout
-            model, source.config = quantize_model(model, source.config, recipe)
+        model, source.config = quantize_model(model, source.config, recipe)
         return model, False
     if recipe.dequantize or not bits:
         return model, False
