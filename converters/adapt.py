@@ -21,7 +21,7 @@ import numpy as np
 import mlx_zip
 from mlx_zip.config import parse_zip_section
 from mlx_zip.converters import output, source
-from mlx_zip.converters.output import ADAPTERS
+from mlx_zip.converters.prepared import ADAPTERS
 from mlx_zip.converters.tensors import read_folder_tensors, read_json_object_strictly
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer_facts
 from mlx_zip.errors import ConversionError

@@ -17,10 +17,10 @@ from mlx_zip.config import parse_zip_section
 from mlx_zip.converters import output, source
 from mlx_zip.converters.gguf.gguf_conversion import convert_gguf
 from mlx_zip.converters.output import write_adapter, write_model_folder
-from mlx_zip.converters.prepared import DTYPES, PreparedModel, prepare_model
+from mlx_zip.converters.prepared import PreparedModel, prepare_model
 from mlx_zip.converters.quantization import QuantizationRecipe, QuantPredicate, quantize_encoders, quantize_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import FLOATS, dtype_name, list_some_names, read_tensors
+from mlx_zip.converters.tensors import DTYPES, FLOATS, dtype_name, list_some_names, read_tensors
 from mlx_zip.errors import CodecError, ConversionError, DataError, errors_as
 from mlx_zip.packs.chosen import pack_flag_with_files, read_packs
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, ROWS, Pack, PackLike, pack_in_folder

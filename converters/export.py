@@ -17,10 +17,9 @@ from mlx.utils import tree_unflatten
 import mlx_zip
 from mlx_zip.config import SELF_CONTAINED, SIDES, ZipConfig
 from mlx_zip.converters import output, source
-from mlx_zip.converters.output import ADAPTERS
-from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted_model
+from mlx_zip.converters.prepared import ADAPTERS, cast_floats, load_converted_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import dtype_name, read_json_object_strictly
+from mlx_zip.converters.tensors import DTYPES, dtype_name, read_json_object_strictly
 from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer_facts
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json

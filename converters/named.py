@@ -15,10 +15,9 @@ from typing import Any
 from mlx_zip import named
 from mlx_zip.converters import output, source
 from mlx_zip.converters.conversion import convert, open_base_model
-from mlx_zip.converters.prepared import DTYPES
 from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import read_json_object_strictly
+from mlx_zip.converters.tensors import DTYPES, read_json_object_strictly
 from mlx_zip.errors import (
     ConversionError,
     ModelError,

@@ -17,9 +17,9 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlx_zip.converters.lora import Lora, read_lora, to_mlx_adapter
-from mlx_zip.converters.prepared import DTYPES, PreparedModel, tensors_by_name
+from mlx_zip.converters.prepared import ADAPTERS, PreparedModel, tensors_by_name
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import INDEX
+from mlx_zip.converters.tensors import DTYPES, INDEX
 from mlx_zip.converters.tokenizer_files import copy_tokenizer
 from mlx_zip.errors import ConversionError, errors_as, failure_reason, first_message_line
 from mlx_zip.files import atomic_folder, write_json
@@ -31,7 +31,6 @@ from mlx_zip.text import hub
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm
 _DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
-ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
 
 
 @dataclass(frozen=True)

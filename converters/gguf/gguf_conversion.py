@@ -20,10 +20,10 @@ from mlx_zip.converters.gguf.gguf_config import SETTINGS_TENSORS, gguf_tensor_na
 from mlx_zip.converters.gguf.gguf_file import DENSE, GROUP, GgufFile, GgufTensor, gguf_dequantizer, read_gguf
 from mlx_zip.converters.gguf.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from mlx_zip.converters.output import LazyTensor
-from mlx_zip.converters.prepared import DTYPES, find_mismatches, tensors_by_name
+from mlx_zip.converters.prepared import find_mismatches, tensors_by_name
 from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import list_some_names
+from mlx_zip.converters.tensors import DTYPES, list_some_names
 from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer_facts
 from mlx_zip.errors import ConfigError, ConversionError, errors_as
 from mlx_zip.files import write_json
