@@ -71,9 +71,14 @@ def export(
 
 def _read_exported_model(place: ModelPlace, facts: TokenizerFacts, dtype: str | None, drop_start: bool) -> Any:
     """Reads and checks a converted model; dequantizes it, merges its adapter and casts it, all lazily."""
+    from mlx_lm.utils import dequantize_model
+
     model, config = load_converted_model(place)
     _check_exportable(model, facts, drop_start, (place.folder / ADAPTED).is_file())
-    model = _dequantize_model(model, place.folder, quantized=bool(config.get("quantization")))
+    if config.get("quantization"):
+        what = "what is exported is what its quantized weights stand for"
+        warnings.warn(f"{place.folder.name} is quantized; {what}", stacklevel=2)
+        model = dequantize_model(model)
     stored = DTYPES[dtype] if dtype else model.model.embed_tokens.weight.dtype
     model = _merge_mlx_adapter(model, place.folder / ADAPTERS)
     cast_floats(model, stored)
@@ -127,15 +132,6 @@ def _gemma_warning(soft_cap: float | None) -> str:
         "zip2zip 0.2.0 runs Gemma differently: on transformers 5 it loses the embedding scale (it replaces the layer "
         f"that has it){cap}; its results will differ from this model's, though the checkpoint is right"
     )
-
-
-def _dequantize_model(model: Any, folder: Path, quantized: bool) -> Any:
-    if not quantized:
-        return model
-    from mlx_lm.utils import dequantize_model
-
-    warnings.warn(f"{folder.name} is quantized; what is exported is what its quantized weights stand for", stacklevel=2)
-    return dequantize_model(model)
 
 
 def _merge_mlx_adapter(model: Any, adapters: Path) -> Any:
