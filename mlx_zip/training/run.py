@@ -16,13 +16,13 @@ import mlx.core as mx
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, missing_library_error
 from mlx_zip.files import expand_home, read_json_object
-from mlx_zip.models.loading import find_model_folder
 from mlx_zip.models.machines import (
     fail_together,
     is_first_machine,
     raise_unless_machines_agree,
     sum_over_machines,
 )
+from mlx_zip.models.model_folder import find_model_folder
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text.tokenizers import load_tokenizer
