@@ -15,6 +15,7 @@ from typing import Any
 
 from mlx_zip.config import MAX_LAYERS
 from mlx_zip.errors import ConfigError
+from mlx_zip.layout import MODEL_TYPE
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,17 @@ TORCH_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # families that
 TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # quantizations that `mlx_zip.cuda` reads (mode "affine")
 
 
+def decoder_type(config: Mapping[str, Any]) -> Any:
+    """Returns the decoder's model type in a config.json: of a model with hypertokens, that of its base model."""
+    section = config.get("zip2zip")
+    if config["model_type"] == MODEL_TYPE and isinstance(section, Mapping):
+        return section.get("base_model_type")
+    return config["model_type"]
+
+
 def why_not_on_torch(config: Mapping[str, Any]) -> str | None:
     """Returns as text which model type or quantization of a config.json `mlx_zip.cuda` does not support, else None."""
-    section = config.get("zip2zip")
-    kind = section.get("base_model_type") if isinstance(section, Mapping) else config["model_type"]
-    if kind not in TORCH_FAMILIES:
+    if (kind := decoder_type(config)) not in TORCH_FAMILIES:
         return f"models of type {kind!r}"
     record = config.get("quantization")
     whole = record if isinstance(record, Mapping) else {}

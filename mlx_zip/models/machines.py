@@ -28,7 +28,7 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_zip.errors import MachineError, MlxZipError, ModelError, first_message_line
-from mlx_zip.layout import MODEL_TYPE
+from mlx_zip.models.decoder_options import decoder_type
 from mlx_zip.models.rows.fingerprints import fingerprint_samples, named_arrays, sample_tensors
 
 Group = mx.distributed.Group
@@ -144,10 +144,7 @@ _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 def raise_unless_splittable(config: Mapping[str, Any], size: int) -> None:
     """Raises `ModelError` unless the model with this config.json can be split over `size` machines."""
-    section = config.get("zip2zip")
-    zip2zip = config["model_type"] == MODEL_TYPE and isinstance(section, Mapping)
-    kind = section.get("base_model_type") if zip2zip and isinstance(section, Mapping) else config["model_type"]
-    if kind not in SHARDED_TYPES:
+    if (kind := decoder_type(config)) not in SHARDED_TYPES:
         raise ModelError(f"a model of type {kind} cannot be split over machines; these can: {', '.join(SHARDED_TYPES)}")
     heads = config.get("num_attention_heads")
     counts = {
