@@ -24,9 +24,9 @@ from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tok
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.models.decoder_options import FAMILIES
+from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME, UPSTREAM_ENCODERS
 
 FLAG = "--out"
-ENCODERS = source.ENCODER_FILES[0]
 _OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json to leave out for PyTorch
 _REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
     "averaging": "it knows no such kind",
@@ -184,8 +184,8 @@ def _write_checkpoint(
     parameters -= sum(array.size for array in encoders.values())
     with output.new_model_folder(out, FLAG) as folder:
         output.write_model(folder, weights, parameters, config, progress, framework="pt")
-        output.write_tensors(folder / ENCODERS, encoders, framework="pt")
-        write_json(folder / source.CONFIG, _zip2zip_config_json(model.config))
+        output.write_tensors(folder / UPSTREAM_ENCODERS, encoders, framework="pt")
+        write_json(folder / UPSTREAM_CONFIG_NAME, _zip2zip_config_json(model.config))
         copy_tokenizer(place.folder, folder, facts, trust_remote_code)
         (folder / "README.md").write_text(_export_model_card(place), encoding="utf-8")
 

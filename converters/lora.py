@@ -24,8 +24,9 @@ from mlx_zip.converters.tensors import (
     read_tensors,
 )
 from mlx_zip.errors import ConversionError
+from mlx_zip.models.model_folder import ADAPTER_CONFIG as CONFIG
+from mlx_zip.models.model_folder import ADAPTER_WEIGHTS as WEIGHTS
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"}

@@ -10,8 +10,6 @@ from typing import Any
 
 from mlx_zip.config import SELF_CONTAINED
 from mlx_zip.converters.gguf.gguf_file import is_gguf
-from mlx_zip.converters.lora import CONFIG as ADAPTER_CONFIG
-from mlx_zip.converters.lora import WEIGHTS as ADAPTER_WEIGHTS
 from mlx_zip.converters.tensors import (
     Tensors,
     list_some_names,
@@ -21,13 +19,14 @@ from mlx_zip.converters.tensors import (
 )
 from mlx_zip.errors import ConversionError, first_message_line
 from mlx_zip.files import expand_home
-from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME
+from mlx_zip.models.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, UPSTREAM_ENCODERS
+from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME as CONFIG
 from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER
 from mlx_zip.text import hub
 
-ENCODER_FILES = ("zip2zip_encoders.safetensors", "encoders.safetensors")  # the first that exists is read, as in zip2zip
-CONFIG, META, PARTIAL = UPSTREAM_CONFIG_NAME, "meta.pt", "model.safetensors"
+ENCODER_FILES = (UPSTREAM_ENCODERS, "encoders.safetensors")  # the first that exists is read, as in zip2zip
+META, PARTIAL = "meta.pt", "model.safetensors"
 CONFIG_FILES = [CONFIG, "config.json", ADAPTER_CONFIG]
 BASE_FILES = [*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS]
 CHECKPOINT_FILES = [

@@ -29,6 +29,7 @@ from mlx_zip.models.machines import (
     split_model,
 )
 from mlx_zip.models.model_folder import (
+    ADAPTER_CONFIG,
     DRAFT_HEAD,
     UPSTREAM_CONFIG_NAME,
     codebook_config_changes,
@@ -144,13 +145,13 @@ def _raise_unless_adapter(path: str | None, model: str | Path) -> None:
         return
     folder = expand_home(path)
     try:
-        is_peft = "peft_type" in json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        is_peft = "peft_type" in json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         is_peft = (folder / UPSTREAM_CONFIG_NAME).is_file()
         if not is_peft:
-            raise ModelError(f"{path} (--adapter-path) is no folder with an adapter_config.json") from error
+            raise ModelError(f"{path} (--adapter-path) is no folder with an {ADAPTER_CONFIG}") from error
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{folder / 'adapter_config.json'} is not valid JSON: {error}") from error
+        raise ModelError(f"{folder / ADAPTER_CONFIG} is not valid JSON: {error}") from error
     if is_peft or (folder / UPSTREAM_CONFIG_NAME).is_file():
         raise ModelError(
             f"{path} (--adapter-path) is an adapter as mlx_zip train and PEFT save it; merge it into its base first: "
