@@ -480,7 +480,7 @@ class Model(nn.Module):
 
     def quant_predicate(self, path: str, module: nn.Module) -> bool:
         """Returns whether mlx-lm may quantize the module at `path`: every module but those of the hyper-encoders."""
-        return not path.startswith(("input_encoder", "output_encoder"))
+        return not path.startswith(SIDES)
 
 
 def _mask_closed_slots(hyper: mx.array, installed: int | np.ndarray, first: int = 0) -> mx.array:
