@@ -4,10 +4,6 @@ Each distinct entry of a batch has one place in a shared table, so a step multip
 sequence's columns by an index. Entries of a pack that all sequences began with need no index, because their places are
 their slots. Places are given in rising order, so that a step writes its new rows as one slice. When the table would
 grow, unused places are freed all at once, so that no step has to count references.
-
-Tables are written in place, but MLX copies an array that is written to while anything else holds it, for example a body
-in flight. So bodies never hold the output table, and the input table has two copies that are written in turn. The
-output table has columns [D, slots], which the CPU multiplies twice as fast as rows.
 """
 
 from __future__ import annotations
