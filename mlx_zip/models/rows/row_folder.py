@@ -225,11 +225,6 @@ def file_number(path: Path) -> int:
     return int(match[2])
 
 
-def sum_file_sizes(paths: Iterable[Path]) -> int:
-    """Returns the sum of the sizes of the files that still exist; unused index cells count."""
-    return sum(status.st_size for status in map(status_if_exists, paths) if status is not None)
-
-
 def sum_disk_usage(paths: Iterable[Path]) -> int:
     """Returns the bytes that the files take up on disk; unused index cells take none."""
     found = [status for status in map(status_if_exists, paths) if status is not None]
@@ -340,7 +335,10 @@ class RowFolder:
             if not self._new:
                 return
             if time.monotonic() >= until:
-                self._keep_for_later(last=patience_s > 0)
+                self._flush_at = self._new_rows + FLUSH_ROWS
+                if patience_s > 0 or self._new_bytes > PENDING_BYTES:  # the last write, or too many to keep in memory
+                    self._warn_once("busy", f"is held by another process; {self._new_rows} new rows are not kept")
+                    self._drop_new_rows()
                 return
             time.sleep(0.001)
 
@@ -351,13 +349,6 @@ class RowFolder:
             for file in files:
                 file.close()
         self._files.clear()
-
-    def _keep_for_later(self, last: bool) -> None:
-        """Keeps new rows in memory for the next write; drops them after the last write, or if they are too many."""
-        self._flush_at = self._new_rows + FLUSH_ROWS
-        if last or self._new_bytes > PENDING_BYTES:
-            self._warn_once("busy", f"is held by another process; {self._new_rows} new rows are not kept")
-            self._drop_new_rows()
 
     def _drop_new_rows(self) -> None:
         self._new.clear()
@@ -454,15 +445,14 @@ class RowFolder:
     def _delete_oldest_files(self, needed: int, keep: Path) -> None:
         """Deletes the least recently written files until `needed` more bytes fit."""
         paths = list_row_files(self.folder)
-        excess = sum_file_sizes(paths) + needed - self.limit
-        if excess <= 0:
-            return
-        ages = {path: status for path in paths if (status := status_if_exists(path)) is not None and path != keep}
-        for path in sorted(ages, key=lambda path: ages[path].st_mtime_ns):
+        found = {path: status for path in paths if (status := status_if_exists(path)) is not None}
+        excess = sum(status.st_size for status in found.values()) + needed - self.limit  # unused index cells count
+        for path in sorted(found, key=lambda path: found[path].st_mtime_ns):
             if excess <= 0:
                 return
-            path.unlink(missing_ok=True)
-            excess -= ages[path].st_size
+            if path != keep:
+                path.unlink(missing_ok=True)
+                excess -= found[path].st_size
 
     def _warn_once(self, kind: str, what: str) -> None:
         if kind not in self._warned:
