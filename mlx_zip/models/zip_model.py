@@ -224,7 +224,7 @@ class Model(nn.Module):
         Raises `ModelError`, leaving everything unchanged, if the rows were tuned for another model or the pack of a
         saved state is not loaded.
         """
-        if state.has_all_tuned_rows:
+        if all(state.bound):
             return
         for pack in self.row_source.resolve_packs(state):
             self.check_pack(pack)

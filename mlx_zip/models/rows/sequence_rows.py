@@ -64,11 +64,6 @@ class SequenceRows:
         """Whether entries may be evicted, so that a slot holds different entries at different times."""
         return self.books[0].params.policy != "freeze"
 
-    @property
-    def has_all_tuned_rows(self) -> bool:
-        """Whether the tuned rows of all sequences are in the tables."""
-        return all(self.bound)
-
     def use_two_copies_of_inputs(self) -> None:
         """Makes the table of input rows a `TwoCopyTable`, which can be written while a step on the device reads it."""
         if not isinstance(self.inputs, TwoCopyTable):
