@@ -14,7 +14,6 @@ import numpy as np
 from mlx_zip.config import MAX_LAYERS
 from mlx_zip.converters.gguf.gguf_file import GgufFile
 from mlx_zip.converters.tensors import list_some_names
-from mlx_zip.errors import ConversionError
 from mlx_zip.models.decoder_options import FAMILIES, head_width, longrope_factors
 
 KINDS = ("llama", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3")  # values of general.architecture
@@ -29,7 +28,7 @@ class GgufSettings:
     """The metadata of a file. Each read removes its key, so that keys left at the end are unknown ones."""
 
     def __init__(self, file: GgufFile) -> None:
-        self.file = file
+        self.file, self.error = file, file.error
         self.left = {k: v for k, v in file.metadata.items() if not k.startswith(("tokenizer.", *_HARMLESS))}
         kind = file.metadata.get("general.architecture")
         self.kind = kind if isinstance(kind, str) else ""
@@ -42,10 +41,6 @@ class GgufSettings:
             raise self.error(
                 f"one of {str(parts[0])[:80]} parts of a model: join them first (llama-gguf-split --merge)"
             )
-
-    def error(self, what: str) -> ConversionError:
-        """Returns the error for something that is wrong with this file."""
-        return ConversionError(f"{self.file.path}: {what}")
 
     def take_value(self, name: str, default: Any = ...) -> Any:
         """Removes the key `<architecture>.<name>` and returns its single value, or `default` if the key is missing."""

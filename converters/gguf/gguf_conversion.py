@@ -46,9 +46,6 @@ class _GgufSource:
     tensors: dict[str, GgufTensor]
     dtype: str
 
-    def error(self, what: str) -> ConversionError:
-        return ConversionError(f"{self.file.path}: {what}")
-
 
 def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: QuantizationRecipe, progress: bool) -> None:
     """Writes the model in a GGUF file to the new folder `out`. On an error no folder is left.
@@ -74,9 +71,9 @@ def _read_gguf_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
     tensors = {names[name]: tensor for name, tensor in file.tensors.items() if name in names}
     source = _GgufSource(place, file, architecture, config, tokenizer, tensors, dtype or _stored_dtype(tensors))
     if unknown := file.tensors.keys() - names.keys() - {*SETTINGS_TENSORS.get(architecture, ())}:
-        raise source.error(f"unknown tensors: {list_some_names(unknown)}")
+        raise source.file.error(f"unknown tensors: {list_some_names(unknown)}")
     if (length := tokenizer.library.get_vocab_size()) > config["vocab_size"]:
-        raise source.error(f"the tokenizer has {length} ids, and the embedding {config['vocab_size']} rows")
+        raise source.file.error(f"the tokenizer has {length} ids, and the embedding {config['vocab_size']} rows")
     if any(not tensor.kind.bits and tensor.kind.name not in DENSE for tensor in tensors.values()):
         gguf_dequantizer()  # raises now if the library is missing
     return source
@@ -104,7 +101,7 @@ def _build_gguf_model(source: _GgufSource) -> nn.Module:
     if packed := [t.name for t in tensors.values() if len(t.shape) == 1 and t.kind.name not in DENSE]:
         problems.append(f"vectors in a packed type: {list_some_names(packed)}")
     if problems:
-        raise source.error(f"the tensors do not match the metadata; {'; '.join(problems)}")
+        raise source.file.error(f"the tensors do not match the metadata; {'; '.join(problems)}")
     model.set_dtype(DTYPES[source.dtype])
     return model
 
@@ -201,7 +198,7 @@ def _write_gguf_model(
         write_json(folder / "tokenizer_config.json", tokenizer.settings)
         found, meant = read_tokenizer_facts(folder), tokenizer.library.encode(PROBE, add_special_tokens=False).ids
         if found.probe != tuple(meant) or found.length != tokenizer.library.get_vocab_size():
-            raise source.error(f"transformers reads the written tokenizer ({found.kind}) with other ids")
+            raise source.file.error(f"transformers reads the written tokenizer ({found.kind}) with other ids")
         card = _gguf_model_card(config["mlx_zip"]["source"])
         (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")  # a name may not be UTF-8
 
