@@ -21,15 +21,12 @@ import numpy as np
 import mlx_zip
 from mlx_zip.config import parse_zip_section
 from mlx_zip.converters import output, source
-from mlx_zip.converters.output import ADAPTERS
+from mlx_zip.converters.prepared import ADAPTERS
 from mlx_zip.converters.tensors import read_folder_tensors, read_json_object_strictly
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer_facts
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
-from mlx_zip.models.model_folder import ModelArgs
-from mlx_zip.models.rows.fingerprints import SideFingerprints
 from mlx_zip.packs.pack import IN_FOLDER
-from mlx_zip.progress import ProgressBar
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted_vocabulary
 from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE, read_base_vocabulary
 from mlx_zip.vocab.adaptbpe.tokenizer_json import kept_ids_tokenizer_json
@@ -65,19 +62,10 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     files = _adapt_json_files(place.folder, kept, base.source, new_ids)
     if (place.folder / IN_FOLDER).exists():
         warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
-    with output.new_model_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
-        prints = SideFingerprints()
-
-        def stored(name: str, array: mx.array, data: memoryview) -> None:
-            prints.add(name, array, data)
-            step()
-
-        output.write_model(folder, weights, _count_parameters(weights, config.get("quantization", {})), stored)
-        if "zip2zip" in config:
-            made = ModelArgs.from_dict(config).zip_config
-            config["zip2zip"]["fingerprint"] = prints.sides(made, config.get("quantization", {}))
-        config["adapted"] = {"from": place.name, "vocabulary": kept.fingerprint, "mlx_zip": mlx_zip.__version__}
-        write_json(folder / "config.json", config)
+    config["adapted"] = {"from": place.name, "vocabulary": kept.fingerprint, "mlx_zip": mlx_zip.__version__}
+    with output.new_model_folder(out) as folder:
+        parameters = _count_parameters(weights, config.get("quantization", {}))
+        output.write_model(folder, weights, parameters, config, progress)
         for name, data in files.items():
             write_json(folder / name, data)
         kept.save(folder / FILE)

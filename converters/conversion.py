@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +17,10 @@ from mlx_zip.config import parse_zip_section
 from mlx_zip.converters import output, source
 from mlx_zip.converters.gguf.gguf_conversion import convert_gguf
 from mlx_zip.converters.output import write_adapter, write_model_folder
-from mlx_zip.converters.prepared import DTYPES, PreparedModel, prepare_model
+from mlx_zip.converters.prepared import PreparedModel, prepare_model
 from mlx_zip.converters.quantization import QuantizationRecipe, QuantPredicate, quantize_encoders, quantize_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import FLOATS, dtype_name, list_some_names, read_tensors
+from mlx_zip.converters.tensors import DTYPES, FLOATS, dtype_name, list_some_names, read_tensors
 from mlx_zip.errors import CodecError, ConversionError, DataError, errors_as
 from mlx_zip.packs.chosen import pack_flag_with_files, read_packs
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER, ROWS, Pack, PackLike, pack_in_folder
@@ -105,7 +104,11 @@ def convert(
         convert_gguf(place, out, dtype, recipe, progress)
     elif lora_only:
         others = any(option is not None for option in (canonical, pack, policy, base))
-        _refuse_with_lora_only(recipe, keep_adapter or others)
+        if recipe != QuantizationRecipe() or keep_adapter or others:
+            raise ConversionError(
+                "--lora-only writes an adapter alone; it takes no quantization, no --base, no --keep-adapter, "
+                "no --canonical, no --pack and no --policy"
+            )
         write_adapter(out, source.download_all_files(place), dtype)
     else:
         with open_base_model(base, out, progress) as given:
@@ -116,7 +119,8 @@ def convert(
                 _set_pack(prepared, packs, trust_remote_code)
             elif source.is_converted_model(place):
                 _keep_source_pack(prepared, trust_remote_code)
-            _quantize_prepared_model(prepared, recipe)
+            prepared.model, prepared.config = quantize_model(prepared.model, prepared.config, recipe)
+            quantize_encoders(prepared.model, prepared.config, recipe)
             _check_rows_fit_weights(prepared, packs)
             if packs is None and not source.is_converted_model(place):
                 _add_trained_rows(prepared, source.download_all_files(place), trust_remote_code)
@@ -124,15 +128,6 @@ def convert(
     if upload_repo is not None:
         output.upload_folder(out, upload_repo)
     return out
-
-
-def _refuse_with_lora_only(recipe: QuantizationRecipe, others: bool) -> None:
-    """Raises `ConversionError` if `recipe` is not the default or `others`, whether further options are set, is true."""
-    if recipe != QuantizationRecipe() or others:
-        raise ConversionError(
-            "--lora-only writes an adapter alone; it takes no quantization, no --base, no --keep-adapter, "
-            "no --canonical, no --pack and no --policy"
-        )
 
 
 def _set_codec_options(section: dict[str, Any], canonical: bool | None, policy: str | None) -> None:
@@ -146,12 +141,6 @@ def _set_codec_options(section: dict[str, Any], canonical: bool | None, policy: 
         section["compression"]["policy"] = policy
     settled = parse_zip_section(section)
     section["compression"] = settled.to_dict()["compression"]
-
-
-def _quantize_prepared_model(prepared: PreparedModel, recipe: QuantizationRecipe) -> None:
-    with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints to stdout
-        prepared.model, prepared.config = quantize_model(prepared.model, prepared.config, recipe)
-    quantize_encoders(prepared.model, prepared.config, recipe)
 
 
 # ---- the pack that a converted model begins with: given by the caller, or taken from the source

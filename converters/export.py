@@ -17,27 +17,16 @@ from mlx.utils import tree_unflatten
 import mlx_zip
 from mlx_zip.config import SELF_CONTAINED, SIDES, ZipConfig
 from mlx_zip.converters import output, source
-from mlx_zip.converters.output import ADAPTERS
-from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted_model
+from mlx_zip.converters.prepared import ADAPTERS, cast_floats, load_converted_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import dtype_name, read_json_object_strictly
+from mlx_zip.converters.tensors import DTYPES, dtype_name, read_json_object_strictly
 from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer_facts
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
-from mlx_zip.progress import ProgressBar
+from mlx_zip.models.decoder_options import FAMILIES
+from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME, UPSTREAM_ENCODERS
 
 FLAG = "--out"
-ENCODERS = source.ENCODER_FILES[0]
-ARCHITECTURES = {  # model_type in config.json -> class of transformers
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
 _OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json to leave out for PyTorch
 _REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
     "averaging": "it knows no such kind",
@@ -82,9 +71,14 @@ def export(
 
 def _read_exported_model(place: ModelPlace, facts: TokenizerFacts, dtype: str | None, drop_start: bool) -> Any:
     """Reads and checks a converted model; dequantizes it, merges its adapter and casts it, all lazily."""
+    from mlx_lm.utils import dequantize_model
+
     model, config = load_converted_model(place)
     _check_exportable(model, facts, drop_start, (place.folder / ADAPTED).is_file())
-    model = _dequantize_model(model, place.folder, quantized=bool(config.get("quantization")))
+    if config.get("quantization"):
+        what = "what is exported is what its quantized weights stand for"
+        warnings.warn(f"{place.folder.name} is quantized; {what}", stacklevel=2)
+        model = dequantize_model(model)
     stored = DTYPES[dtype] if dtype else model.model.embed_tokens.weight.dtype
     model = _merge_mlx_adapter(model, place.folder / ADAPTERS)
     cast_floats(model, stored)
@@ -140,15 +134,6 @@ def _gemma_warning(soft_cap: float | None) -> str:
     )
 
 
-def _dequantize_model(model: Any, folder: Path, quantized: bool) -> Any:
-    if not quantized:
-        return model
-    from mlx_lm.utils import dequantize_model
-
-    warnings.warn(f"{folder.name} is quantized; what is exported is what its quantized weights stand for", stacklevel=2)
-    return dequantize_model(model)
-
-
 def _merge_mlx_adapter(model: Any, adapters: Path) -> Any:
     """Returns the model with the adapter in the folder `adapters` merged in float32, if that folder exists."""
     if not adapters.is_dir():
@@ -177,7 +162,7 @@ def _decoder_config_json(config: dict[str, Any], stored: str) -> dict[str, Any]:
     plain |= {"model_type": kind, "torch_dtype": stored}
     if "dtype" in plain:
         plain["dtype"] = stored
-    plain.setdefault("architectures", [ARCHITECTURES[kind]])
+    plain.setdefault("architectures", [FAMILIES[kind].architecture])
     return plain
 
 
@@ -197,12 +182,10 @@ def _write_checkpoint(
     weights, parameters = output.take_weights(model)
     encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(SIDES)}
     parameters -= sum(array.size for array in encoders.values())
-    total = len(weights) + len(encoders)
-    with output.new_model_folder(out, FLAG) as folder, ProgressBar(total, "tensor", "Writing", shown=progress) as step:
-        output.write_model(folder, weights, parameters, lambda *_: step(), framework="pt")
-        output.write_tensors(folder / ENCODERS, encoders, lambda *_: step(), framework="pt")
-        write_json(folder / "config.json", config)
-        write_json(folder / source.CONFIG, _zip2zip_config_json(model.config))
+    with output.new_model_folder(out, FLAG) as folder:
+        output.write_model(folder, weights, parameters, config, progress, framework="pt")
+        output.write_tensors(folder / UPSTREAM_ENCODERS, encoders, framework="pt")
+        write_json(folder / UPSTREAM_CONFIG_NAME, _zip2zip_config_json(model.config))
         copy_tokenizer(place.folder, folder, facts, trust_remote_code)
         (folder / "README.md").write_text(_export_model_card(place), encoding="utf-8")
 

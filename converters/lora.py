@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_zip.converters.tensors import (
+    DTYPES,
     FLOATS,
     dtype_name,
     list_some_names,
@@ -23,8 +24,9 @@ from mlx_zip.converters.tensors import (
     read_tensors,
 )
 from mlx_zip.errors import ConversionError
+from mlx_zip.models.model_folder import ADAPTER_CONFIG as CONFIG
+from mlx_zip.models.model_folder import ADAPTER_WEIGHTS as WEIGHTS
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"}
@@ -91,7 +93,7 @@ def read_lora(folder: Path) -> Lora:
     if not halves:
         raise ConversionError(f"{WEIGHTS} holds no LoRA tensors")
     pairs = {module: _read_lora_pair(module, half, config) for module, half in sorted(halves.items())}
-    return Lora(pairs, _read_adapter_number(config, "lora_dropout", 0.0))
+    return Lora(pairs, _checked_number("lora_dropout", config.get("lora_dropout", 0.0)))
 
 
 def _refuse_unsupported_options(config: Mapping[str, Any]) -> None:
@@ -118,13 +120,10 @@ def _read_lora_pair(module: str, half: Mapping[str, mx.array], config: Mapping[s
     if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1]:
         raise ConversionError(f"{WEIGHTS}: {module}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit")
     if odd := [dtype_name(half.dtype) for half in (down, up) if half.dtype not in FLOATS]:
-        floats = ", ".join(map(dtype_name, FLOATS))
-        raise ConversionError(f"{WEIGHTS}: {module} has the type {odd[0]}, not one of {floats}")
-    rank = _read_adapter_number(
-        {"r": _match_module_pattern(config, "rank_pattern", module, config.get("r"))}, "r", None
-    )
-    alpha = _read_adapter_number(
-        {"a": _match_module_pattern(config, "alpha_pattern", module, config.get("lora_alpha"))}, "a", None
+        raise ConversionError(f"{WEIGHTS}: {module} has the type {odd[0]}, not one of {', '.join(DTYPES)}")
+    rank = _checked_number("r", _match_module_pattern(config, "rank_pattern", module, config.get("r")))
+    alpha = _checked_number(
+        "lora_alpha", _match_module_pattern(config, "alpha_pattern", module, config.get("lora_alpha"))
     )
     if rank != down.shape[0] or rank < 1:
         raise ConversionError(f"{CONFIG} gives {module} rank {rank:g}, its tensors have {down.shape[0]}")
@@ -148,12 +147,10 @@ def _match_module_pattern(config: Mapping[str, Any], key: str, module: str, defa
     return default
 
 
-def _read_adapter_number(config: Mapping[str, Any], key: str, default: float | None) -> float:
-    """Returns the value of a key, or `default` if the key is missing. Raises `ConversionError` if it is no number."""
-    value = config.get(key, default)
+def _checked_number(key: str, value: Any) -> float:
+    """Returns the value of a key in adapter_config.json. Raises `ConversionError` if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 53:
-        name = {"a": "lora_alpha"}.get(key, key)
-        raise ConversionError(f"{CONFIG}: {name} must be a number, got {value!r}")
+        raise ConversionError(f"{CONFIG}: {key} must be a number, got {value!r}")
     return value
 
 

@@ -15,10 +15,9 @@ from typing import Any
 from mlx_zip import named
 from mlx_zip.converters import output, source
 from mlx_zip.converters.conversion import convert, open_base_model
-from mlx_zip.converters.prepared import DTYPES
 from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import read_json_object_strictly
+from mlx_zip.converters.tensors import DTYPES, read_json_object_strictly
 from mlx_zip.errors import (
     ConversionError,
     ModelError,
@@ -118,7 +117,7 @@ def _quantize_plain_model(plain: Path, out: Path) -> None:
     """Quantizes the plain model in `plain` to the new folder `out`. Raises `ConversionError` if writing fails."""
     from mlx_lm.utils import load, save
 
-    with output.new_model_folder(out) as folder, contextlib.redirect_stdout(sys.stderr):
+    with output.new_model_folder(out) as folder:
         loaded: Any = load(str(plain), lazy=True, return_config=True)
         model, tokenizer, config = loaded
         model.set_dtype(DTYPES[named.DTYPE])

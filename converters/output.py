@@ -17,9 +17,9 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from mlx_zip.converters.lora import Lora, read_lora, to_mlx_adapter
-from mlx_zip.converters.prepared import DTYPES, PreparedModel, tensors_by_name
+from mlx_zip.converters.prepared import ADAPTERS, PreparedModel, tensors_by_name
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import INDEX
+from mlx_zip.converters.tensors import DTYPES, INDEX
 from mlx_zip.converters.tokenizer_files import copy_tokenizer
 from mlx_zip.errors import ConversionError, errors_as, failure_reason, first_message_line
 from mlx_zip.files import atomic_folder, write_json
@@ -31,7 +31,6 @@ from mlx_zip.text import hub
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm
 _DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
-ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,6 @@ class LazyTensor:
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return prod(self.shape) * self.dtype.size
-
-
-_OnTensor = Callable[[str, mx.array, memoryview], None]
 
 
 def refuse_existing_path(path: Path, flag: str = "--mlx-path") -> None:
@@ -91,25 +87,41 @@ def take_weights(model: nn.Module) -> tuple[dict[str, mx.array], int]:
 
 
 def write_model(
-    folder: Path, weights: dict[str, Any], parameters: int, on_tensor: _OnTensor, framework: str = "mlx"
+    folder: Path,
+    weights: dict[str, Any],
+    parameters: int,
+    config: dict[str, Any],
+    progress: bool,
+    framework: str = "mlx",
 ) -> None:
-    """Writes `model*.safetensors` and the index. To save memory, removes each written tensor from `weights`.
+    """Writes `model*.safetensors`, the index and config.json. To save memory, removes written tensors from `weights`.
 
-    weights: `mx.array` or `LazyTensor` values by name. parameters: number of parameters, for the index.
-    on_tensor(name, array, bytes) is called after each tensor is written. framework: "mlx" or "pt", the format named in
-    the files' metadata.
+    weights: `mx.array` or `LazyTensor` values by name. parameters: number of parameters, for the index. config: the
+    content of config.json; a zip2zip section gets a fingerprint of the weights that make hyper rows. progress: whether
+    to draw a bar on a terminal. framework: "mlx" or "pt", the format named in the files' metadata.
     """
+    section, prints = config.get("zip2zip"), SideFingerprints()
     shards = _group_into_shards(weights)
     total = sum(array.nbytes for array in weights.values())
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        single = len(shards) == 1
-        file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(folder / file, {name: weights.pop(name) for name in names}, on_tensor, framework)
-        weight_map |= dict.fromkeys(names, file)
-        mx.clear_cache()
+    with ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
+
+        def stored(name: str, array: mx.array, data: memoryview) -> None:
+            if section is not None:
+                prints.add(name, array, data)
+            step()
+
+        for number, names in enumerate(shards, start=1):
+            single = len(shards) == 1
+            file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            write_tensors(folder / file, {name: weights.pop(name) for name in names}, stored, framework)
+            weight_map |= dict.fromkeys(names, file)
+            mx.clear_cache()
     metadata = {"total_size": total, "total_parameters": parameters}
     write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+    if section is not None:
+        section["fingerprint"] = prints.sides(ModelArgs(config).zip_config, config.get("quantization", {}))
+    write_json(folder / "config.json", config)
 
 
 def _group_into_shards(weights: Mapping[str, Any]) -> list[list[str]]:
@@ -126,12 +138,15 @@ def _group_into_shards(weights: Mapping[str, Any]) -> list[list[str]]:
 
 
 def write_tensors(
-    path: Path, arrays: dict[str, Any], on_tensor: _OnTensor | None = None, framework: str = "mlx"
+    path: Path,
+    arrays: dict[str, Any],
+    on_tensor: Callable[[str, mx.array, memoryview], None] | None = None,
+    framework: str = "mlx",
 ) -> None:
     """Writes one safetensors file. To save memory, removes each written tensor from `arrays`.
 
     arrays: `mx.array` or `LazyTensor` values by name. Tensors are ordered by item size, for alignment, then by name.
-    on_tensor, framework: see `write_model`.
+    on_tensor(name, array, bytes) is called after each tensor is written. framework: see `write_model`.
     """
     order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": framework}}
@@ -154,23 +169,13 @@ def write_tensors(
 
 
 def write_model_folder(out: Path, prepared: PreparedModel, trust_remote_code: bool, progress: bool) -> None:
-    """Writes the prepared model to the new folder `out`, with a fingerprint of the weights that make hyper rows.
+    """Writes the prepared model to the new folder `out`. progress: as in `write_model`.
 
-    progress: whether to draw a bar on a terminal. Raises `ConversionError` if the folder cannot be written.
+    Raises `ConversionError` if the folder cannot be written.
     """
-    config = prepared.config
     weights, parameters = take_weights(prepared.model)
-    prints = SideFingerprints()
-    with new_model_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
-
-        def stored(name: str, array: mx.array, data: memoryview) -> None:
-            prints.add(name, array, data)
-            step()
-
-        write_model(folder, weights, parameters, stored)
-        section = config["zip2zip"]
-        section["fingerprint"] = prints.sides(ModelArgs.from_dict(config).zip_config, config.get("quantization", {}))
-        write_json(folder / "config.json", config)
+    with new_model_folder(out) as folder:
+        write_model(folder, weights, parameters, prepared.config, progress)
         copy_tokenizer(prepared.tokenizer, folder, prepared.facts, trust_remote_code)
         (folder / "README.md").write_text(prepared.card, encoding="utf-8")
         if prepared.pack is not None:

@@ -19,6 +19,7 @@ from mlx_zip.converters.lora import Lora, check_lora_targets, merge_lora, read_l
 from mlx_zip.converters.meta_pt import read_encoder_overrides
 from mlx_zip.converters.source import ModelPlace
 from mlx_zip.converters.tensors import (
+    DTYPES,
     FLOATS,
     Tensors,
     dtype_name,
@@ -28,12 +29,12 @@ from mlx_zip.converters.tensors import (
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer_facts
 from mlx_zip.errors import ConversionError, errors_as
 from mlx_zip.layout import MODEL_TYPE, Layout
-from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
+from mlx_zip.models.decoder import raise_if_decoder_unsupported
 from mlx_zip.models.model_folder import ModelArgs
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 
-DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+ADAPTERS = "adapters"  # folder inside a converted model's, with an adapter that is not merged
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROTARY_BUFFER = ".rotary_emb.inv_freq"  # saved by older transformers; computed from the config
 
@@ -214,7 +215,8 @@ def _record_source(
 
 
 def _prepare_converted_model(place: ModelPlace, dtype: str | None, trust_remote_code: bool) -> PreparedModel:
-    source.check_adapter_is_merged(place)
+    if (place.folder / ADAPTERS).is_dir():
+        raise ConversionError(f"{place.name} keeps an adapter, which would be lost; convert its original instead")
     model, config = load_converted_model(place)
     section = config["zip2zip"]
     record = section.setdefault("source", {})
@@ -329,8 +331,7 @@ def check_tensors(found: Tensors, expected: Shapes, what: str) -> None:
     if problems := find_mismatches({name: (name, one.shape) for name, one in found.items()}, expected):
         raise ConversionError(f"{what} tensors do not match the config; {'; '.join(problems)}")
     if odd := [f"{name} {dtype_name(one.dtype)}" for name, one in found.items() if one.dtype not in FLOATS]:
-        floats = ", ".join(map(dtype_name, FLOATS))
-        raise ConversionError(f"{what} tensors that are not {floats}: {list_some_names(odd)}")
+        raise ConversionError(f"{what} tensors that are not {', '.join(DTYPES)}: {list_some_names(odd)}")
 
 
 def find_mismatches(found: Mapping[str, tuple[str, tuple[int, ...]]], expected: Shapes) -> list[str]:

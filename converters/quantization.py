@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +17,10 @@ from mlx_zip.config import SIDES
 from mlx_zip.converters.tensors import list_some_names
 from mlx_zip.errors import ConversionError, errors_as
 
-MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx_lm.convert.QUANT_RECIPES
 ENCODER_BITS = (4, 8)
 KEEP = "none"  # encoder_bits that leaves the encoders as they are
-GROUP_SIZES = {"affine": 64, "mxfp4": 32, "nvfp4": 16, "mxfp8": 32}  # the defaults of mlx_lm.utils.quantize_model
+GROUP_SIZES = {"affine": 64, "mxfp4": 32, "nvfp4": 16, "mxfp8": 32}  # by mode, as mlx_lm.utils.quantize_model's own
 _GROUPS = (64, 32)  # group sizes tried for an encoder layer, best first
 
 QuantPredicate = Callable[[str, nn.Module], bool | dict[str, Any]]
@@ -30,7 +31,7 @@ class QuantizationRecipe:
     """What to quantize and how.
 
     quantize: whether to quantize decoder, embedding and head. group_size, bits: None for the mode's own. mode: one of
-    `MODES`. predicate: a name in `RECIPES`, a function of a layer's path and module, or None for all layers.
+    `GROUP_SIZES`. predicate: a name in `RECIPES`, a function of a layer's path and module, or None for all layers.
     encoder_bits: bits of the hyper-encoders' weights; "none" leaves the weights unchanged; None means 8 if `quantize`,
     else "none". dequantize: dequantize the whole model instead. half: quantize with `_quantize_with_float16_values`,
     for 8 bits. Raises `ConversionError` if a value is unknown or values contradict each other.
@@ -51,8 +52,8 @@ class QuantizationRecipe:
             raise ConversionError(f"{' and '.join(given)} has no effect without -q (quantize)")
         if self.bits is not None and self.bits < 1:
             raise ConversionError(f"q_bits must be above zero, got {self.bits}")
-        if self.mode not in MODES:
-            raise ConversionError(f"q_mode {self.mode!r} is not one of {', '.join(MODES)}")
+        if self.mode not in GROUP_SIZES:
+            raise ConversionError(f"q_mode {self.mode!r} is not one of {', '.join(GROUP_SIZES)}")
         if isinstance(self.predicate, str) and self.predicate not in RECIPES:
             raise ConversionError(f"quant_predicate {self.predicate!r} is not one of {', '.join(RECIPES)}")
         if isinstance(self.predicate, str) and self.mode != "affine":
@@ -90,7 +91,10 @@ def quantize_model(
         raise ConversionError("the model is quantized already; dequantize it first (mlx_zip convert -d)")
     left_out = _find_layers_of_unfit_width(model, recipe)
     before = {path: module.weight for path, module in model.named_modules() if recipe.half and "weight" in module}
-    with errors_as(ConversionError, "cannot quantize as asked", ValueError):  # MLX's, on bits, group size and mode
+    with (
+        errors_as(ConversionError, "cannot quantize as asked", ValueError),  # MLX's, on bits, group size and mode
+        contextlib.redirect_stdout(sys.stderr),  # mlx-lm prints to stdout
+    ):
         quantized, config = utils.quantize_model(
             model,
             config,

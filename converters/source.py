@@ -19,21 +19,21 @@ from mlx_zip.converters.tensors import (
 )
 from mlx_zip.errors import ConversionError, first_message_line
 from mlx_zip.files import expand_home
+from mlx_zip.models.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, UPSTREAM_ENCODERS
+from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME as CONFIG
 from mlx_zip.named import resolve_model_name
 from mlx_zip.packs.pack import IN_ADAPTER, IN_FOLDER
 from mlx_zip.text import hub
 
-ENCODER_FILES = ("zip2zip_encoders.safetensors", "encoders.safetensors")  # the first that exists is read, as in zip2zip
-CONFIG, ADAPTER_CONFIG, META = "zip2zip_config.json", "adapter_config.json", "meta.pt"
-PARTIAL = "model.safetensors"
-CONFIG_FILES = ["zip2zip_config.json", "config.json", "adapter_config.json"]
+ENCODER_FILES = (UPSTREAM_ENCODERS, "encoders.safetensors")  # the first that exists is read, as in zip2zip
+META, PARTIAL = "meta.pt", "model.safetensors"
+CONFIG_FILES = [CONFIG, "config.json", ADAPTER_CONFIG]
 BASE_FILES = [*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS]
 CHECKPOINT_FILES = [
     *BASE_FILES,
-    "zip2zip_encoders.safetensors",
-    "encoders.safetensors",
-    "adapter_model.safetensors",
-    "meta.pt",
+    *ENCODER_FILES,
+    ADAPTER_WEIGHTS,
+    META,
     "*/model*.safetensors",
     IN_FOLDER,
     IN_ADAPTER,
@@ -269,9 +269,3 @@ def _read_encoder_tensors(folder: Path, zip_config: dict[str, Any]) -> Tensors:
     if zip_config.get("encoder_type") == "averaging":  # no parameters
         return {}
     raise ConversionError(f"no {' or '.join(ENCODER_FILES)} in {folder}")
-
-
-def check_adapter_is_merged(place: ModelPlace) -> None:
-    """Raises `ConversionError` if a converted model has an unmerged adapter, which converting again would lose."""
-    if (place.folder / "adapters").is_dir():
-        raise ConversionError(f"{place.name} keeps an adapter, which would be lost; convert its original instead")

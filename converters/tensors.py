@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from mlx_zip.errors import ConversionError, DataError, errors_as, failure_reason
 from mlx_zip.files import check_regular_file, refuse_json_constant
 
-FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+FLOATS = tuple(DTYPES.values())
 _REFUSED = ("F64", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2")  # MLX reads none of them, or as bytes
 INDEX = "model.safetensors.index.json"
 

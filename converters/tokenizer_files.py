@@ -84,13 +84,9 @@ def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remo
         write_json(target / CONFIG, config)
     if not config.get("tokenizer_class") or read_tokenizer_facts(target, trust_remote_code) != facts:
         write_json(target / CONFIG, {**config, "tokenizer_class": facts.kind})
-        _check_copy(target, facts, trust_remote_code)
-
-
-def _check_copy(folder: Path, facts: TokenizerFacts, trust_remote_code: bool) -> None:
-    found = read_tokenizer_facts(folder, trust_remote_code)
-    if found != facts:
-        raise ConversionError(
-            f"the tokenizer ({facts.kind}, {facts.length} ids) loads differently in the converted folder "
-            f"({found.kind}, {found.length} ids)"
-        )
+        found = read_tokenizer_facts(target, trust_remote_code)
+        if found != facts:
+            raise ConversionError(
+                f"the tokenizer ({facts.kind}, {facts.length} ids) loads differently in the converted folder "
+                f"({found.kind}, {found.length} ids)"
+            )

@@ -72,7 +72,8 @@ def models_from_folders(model: str | None, base: str | None, float32: bool = Fal
     If `base` is None, the plain model is the decoder of `model`. float32: convert quantized weights to float32. Raises
     `MlxZipError` if `model` has no hypertokens, `base` has hypertokens, or their tokenizers differ in size.
     """
-    from mlx_zip.models.loading import find_model_folder, load
+    from mlx_zip.models.loading import load
+    from mlx_zip.models.model_folder import find_model_folder
     from mlx_zip.training.starting_model import dequantize_all_weights
 
     if model is None and base is None:
@@ -107,7 +108,7 @@ def model_copier(loaded: Any, name: Any, dequantized: bool = False) -> Callable[
 
     name: the model's folder or name. dequantized: whether the weights are floats, even if the folder's are quantized.
     """
-    from mlx_zip.models.loading import find_model_folder, read_model_config
+    from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
     weights = dict(tree_flatten(loaded.parameters()))
     quantization = None if dequantized else read_model_config(find_model_folder(name)).get("quantization")

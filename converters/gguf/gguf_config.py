@@ -14,18 +14,9 @@ import numpy as np
 from mlx_zip.config import MAX_LAYERS
 from mlx_zip.converters.gguf.gguf_file import GgufFile
 from mlx_zip.converters.tensors import list_some_names
-from mlx_zip.errors import ConversionError
-from mlx_zip.models.decoder_options import head_width
+from mlx_zip.models.decoder_options import FAMILIES, head_width, longrope_factors
 
-KINDS = {  # general.architecture -> (model_type, class of transformers)
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "phi3": ("phi3", "Phi3ForCausalLM"),
-    "gemma": ("gemma", "GemmaForCausalLM"),
-    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
-    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
-}
+KINDS = ("llama", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3")  # values of general.architecture
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _ROPE_FREQS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _HARMLESS = ("general.", "quantize.", "imatrix.", "mradermacher.")  # keys that describe the file, not the model
@@ -37,7 +28,7 @@ class GgufSettings:
     """The metadata of a file. Each read removes its key, so that keys left at the end are unknown ones."""
 
     def __init__(self, file: GgufFile) -> None:
-        self.file = file
+        self.file, self.error = file, file.error
         self.left = {k: v for k, v in file.metadata.items() if not k.startswith(("tokenizer.", *_HARMLESS))}
         kind = file.metadata.get("general.architecture")
         self.kind = kind if isinstance(kind, str) else ""
@@ -50,10 +41,6 @@ class GgufSettings:
             raise self.error(
                 f"one of {str(parts[0])[:80]} parts of a model: join them first (llama-gguf-split --merge)"
             )
-
-    def error(self, what: str) -> ConversionError:
-        """Returns the error for something that is wrong with this file."""
-        return ConversionError(f"{self.file.path}: {what}")
 
     def take_value(self, name: str, default: Any = ...) -> Any:
         """Removes the key `<architecture>.<name>` and returns its single value, or `default` if the key is missing."""
@@ -110,9 +97,9 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     """
     settings = GgufSettings(file)
     heads, width = settings.take_size("attention.head_count"), settings.take_size("embedding_length")
-    model_type, made_by = KINDS[settings.kind]
+    model_type = "gemma3_text" if settings.kind == "gemma3" else settings.kind
     config: dict[str, Any] = {
-        "architectures": [made_by],
+        "architectures": [FAMILIES[model_type].architecture],
         "model_type": model_type,
         "hidden_size": width,
         "num_hidden_layers": settings.take_size("block_count"),
@@ -226,8 +213,7 @@ def _add_rope_config(settings: GgufSettings, config: dict[str, Any]) -> None:
     scaling: dict[str, Any] = {}
     expected = 1.0
     if settings.kind == "phi3" and (_LONG in settings.file.tensors or _SHORT in settings.file.tensors):
-        scaling = _longrope_scaling(settings, config, original, kind)
-        expected = _longrope_magnitude(config)
+        scaling, expected = _longrope_scaling(settings, config, original, kind)
     elif _ROPE_FREQS in settings.file.tensors:
         if kind not in ("none", "llama3"):
             raise settings.error(f"{_ROPE_FREQS} beside {settings.kind}.rope.scaling of the type {str(kind)[:80]!r}")
@@ -258,8 +244,11 @@ _YARN = ("beta_fast", "beta_slow")
 
 def _longrope_scaling(
     settings: GgufSettings, config: dict[str, Any], original: int | None, kind: str
-) -> dict[str, Any]:
-    """Returns `rope_scaling` of a Phi-3 config, with factors from tensors; adds the original context to `config`."""
+) -> tuple[dict[str, Any], float]:
+    """Returns `rope_scaling` of a Phi-3 config, with factors from tensors, and the factor on queries and keys.
+
+    Adds the original context to `config`.
+    """
     if kind not in ("none", "longrope") or original is None or original < 2:
         raise settings.error(f"{_LONG} and {_SHORT} need phi3.rope.scaling.original_context_length and type longrope")
     if missing := [name for name in (_LONG, _SHORT) if name not in settings.file.tensors]:
@@ -267,14 +256,8 @@ def _longrope_scaling(
     count = round(head_width(config) * config.get("partial_rotary_factor", 1.0)) // 2
     config["original_max_position_embeddings"] = original
     long, short = settings.read_factors(_LONG, count), settings.read_factors(_SHORT, count)
-    return {"rope_type": "longrope", "long_factor": long, "short_factor": short}
-
-
-def _longrope_magnitude(config: Mapping[str, Any]) -> float:
-    """Returns the factor on queries and keys that Phi-3 models compute from the original and the full context size."""
-    original = config["original_max_position_embeddings"]
-    scale = config["max_position_embeddings"] / original
-    return math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+    return scaling, longrope_factors(scaling, config, 2 * count)[2]
 
 
 def _llama3_scaling(settings: GgufSettings, config: Mapping[str, Any]) -> dict[str, Any]:

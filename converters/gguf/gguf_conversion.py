@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -22,15 +20,14 @@ from mlx_zip.converters.gguf.gguf_config import SETTINGS_TENSORS, gguf_tensor_na
 from mlx_zip.converters.gguf.gguf_file import DENSE, GROUP, GgufFile, GgufTensor, gguf_dequantizer, read_gguf
 from mlx_zip.converters.gguf.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from mlx_zip.converters.output import LazyTensor
-from mlx_zip.converters.prepared import DTYPES, find_mismatches, tensors_by_name
+from mlx_zip.converters.prepared import find_mismatches, tensors_by_name
 from mlx_zip.converters.quantization import QuantizationRecipe, quantize_model
 from mlx_zip.converters.source import ModelPlace
-from mlx_zip.converters.tensors import list_some_names
+from mlx_zip.converters.tensors import DTYPES, list_some_names
 from mlx_zip.converters.tokenizer_files import PROBE, read_tokenizer_facts
 from mlx_zip.errors import ConfigError, ConversionError, errors_as
 from mlx_zip.files import write_json
-from mlx_zip.models.decoder_blocks import raise_if_decoder_unsupported
-from mlx_zip.progress import ProgressBar
+from mlx_zip.models.decoder import raise_if_decoder_unsupported
 
 
 @dataclass
@@ -48,9 +45,6 @@ class _GgufSource:
     tokenizer: GgufTokenizer
     tensors: dict[str, GgufTensor]
     dtype: str
-
-    def error(self, what: str) -> ConversionError:
-        return ConversionError(f"{self.file.path}: {what}")
 
 
 def convert_gguf(place: ModelPlace, out: Path, dtype: str | None, recipe: QuantizationRecipe, progress: bool) -> None:
@@ -77,9 +71,9 @@ def _read_gguf_source(place: ModelPlace, dtype: str | None) -> _GgufSource:
     tensors = {names[name]: tensor for name, tensor in file.tensors.items() if name in names}
     source = _GgufSource(place, file, architecture, config, tokenizer, tensors, dtype or _stored_dtype(tensors))
     if unknown := file.tensors.keys() - names.keys() - {*SETTINGS_TENSORS.get(architecture, ())}:
-        raise source.error(f"unknown tensors: {list_some_names(unknown)}")
+        raise source.file.error(f"unknown tensors: {list_some_names(unknown)}")
     if (length := tokenizer.library.get_vocab_size()) > config["vocab_size"]:
-        raise source.error(f"the tokenizer has {length} ids, and the embedding {config['vocab_size']} rows")
+        raise source.file.error(f"the tokenizer has {length} ids, and the embedding {config['vocab_size']} rows")
     if any(not tensor.kind.bits and tensor.kind.name not in DENSE for tensor in tensors.values()):
         gguf_dequantizer()  # raises now if the library is missing
     return source
@@ -107,7 +101,7 @@ def _build_gguf_model(source: _GgufSource) -> nn.Module:
     if packed := [t.name for t in tensors.values() if len(t.shape) == 1 and t.kind.name not in DENSE]:
         problems.append(f"vectors in a packed type: {list_some_names(packed)}")
     if problems:
-        raise source.error(f"the tensors do not match the metadata; {'; '.join(problems)}")
+        raise source.file.error(f"the tensors do not match the metadata; {'; '.join(problems)}")
     model.set_dtype(DTYPES[source.dtype])
     return model
 
@@ -121,8 +115,7 @@ def _quantize_layers(source: _GgufSource, model: nn.Module, recipe: Quantization
     if recipe.quantize:
         if bits:
             warnings.warn("the file's packed values are rounded again; without -q they stay as they are", stacklevel=2)
-        with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints to stdout
-            model, source.config = quantize_model(model, source.config, recipe)
+        model, source.config = quantize_model(model, source.config, recipe)
         return model, False
     if recipe.dequantize or not bits:
         return model, False
@@ -197,16 +190,15 @@ def _write_gguf_model(
 ) -> None:
     config, tokenizer = source.config, source.tokenizer
     parameters = output.take_weights(model)[1]
-    with output.new_model_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
-        output.write_model(folder, weights, parameters, lambda *_: step())
-        write_json(folder / "config.json", config)
+    with output.new_model_folder(out) as folder:
+        output.write_model(folder, weights, parameters, config, progress)
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         write_json(folder / "generation_config.json", {key: config[key] for key in ids if key in config})
         tokenizer.library.save(str(folder / "tokenizer.json"))
         write_json(folder / "tokenizer_config.json", tokenizer.settings)
         found, meant = read_tokenizer_facts(folder), tokenizer.library.encode(PROBE, add_special_tokens=False).ids
         if found.probe != tuple(meant) or found.length != tokenizer.library.get_vocab_size():
-            raise source.error(f"transformers reads the written tokenizer ({found.kind}) with other ids")
+            raise source.file.error(f"transformers reads the written tokenizer ({found.kind}) with other ids")
         card = _gguf_model_card(config["mlx_zip"]["source"])
         (folder / "README.md").write_text(card, encoding="utf-8", errors="backslashreplace")  # a name may not be UTF-8
 

@@ -98,6 +98,10 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
     version: tuple[int, int]
 
+    def error(self, what: str) -> ConversionError:
+        """Returns the error for something that is wrong with this file."""
+        return ConversionError(f"{self.path}: {what}")
+
     def sha256(self) -> str:
         """Returns the hash of the whole file in hex."""
         with _open_unchanged(self.path, self.version) as file:
@@ -144,7 +148,7 @@ class GgufFile:
         made = values.astype(dtype)
         if not mx.all(mx.isfinite(made)).item():
             hint = " (--dtype float32 may hold it)" if mx.all(mx.isfinite(values)).item() else ": the file is damaged"
-            raise ConversionError(f"{self.path}: {what} that is not finite in {dtype_name(dtype)}{hint}")
+            raise self.error(f"{what} that is not finite in {dtype_name(dtype)}{hint}")
         return made
 
     def _iterate_rows(self, tensor: GgufTensor, order: np.ndarray | None) -> Iterator[np.ndarray]:

@@ -39,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `GenerationError` if no folder is given or the folder cannot be used.
     """
-    from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
-    from mlx_zip.models.rows.row_folder import purge_row_folder
+    from mlx_zip.models.rows.row_folder import list_row_files, purge_row_folder, sum_disk_usage
 
     folder = cache_folder_from_flag(args.folder)
     if folder is None:

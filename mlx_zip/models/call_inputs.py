@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.errors import ModelError
-from mlx_zip.models.layers import Positions
+from mlx_zip.models.decoder import Positions
 from mlx_zip.models.rows.zip_state import HostIds, ZipState
 
 

@@ -15,17 +15,20 @@ from typing import Any
 
 from mlx_zip.config import MAX_LAYERS
 from mlx_zip.errors import ConfigError
+from mlx_zip.layout import MODEL_TYPE
 
 
 @dataclass(frozen=True)
 class DecoderFamily:
     """The properties of the decoders of one `model_type`.
 
-    module: name of the mlx-lm module that has the blocks. tied, theta: transformers' defaults for `tie_word_embeddings`
-    and `rope_theta`. activations, ropes: the MLP activations and rope types that are supported.
+    module: name of the mlx-lm module that has the blocks. architecture: name of transformers' class. tied, theta:
+    transformers' defaults for `tie_word_embeddings` and `rope_theta`. activations, ropes: the MLP activations and rope
+    types that are supported.
     """
 
     module: str
+    architecture: str
     tied: bool
     activations: tuple[str, ...] = ("silu", "swish")
     theta: float = 10_000.0
@@ -34,24 +37,30 @@ class DecoderFamily:
 
 _GELU = ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES = {
-    "llama": DecoderFamily("llama", tied=False),
-    "mistral": DecoderFamily("llama", tied=False),
-    "phi3": DecoderFamily("phi3", tied=False, ropes=("default", "longrope")),
-    "qwen2": DecoderFamily("qwen2", tied=False),
-    "qwen3": DecoderFamily("qwen3", tied=False),
-    "gemma": DecoderFamily("gemma", tied=True, activations=(*_GELU, "gelu"), ropes=("default",)),
-    "gemma2": DecoderFamily("gemma2", tied=True, activations=_GELU, ropes=("default",)),
-    "gemma3_text": DecoderFamily("gemma3_text", tied=True, activations=_GELU, theta=1_000_000.0),
+    "llama": DecoderFamily("llama", "LlamaForCausalLM", tied=False),
+    "mistral": DecoderFamily("llama", "MistralForCausalLM", tied=False),
+    "phi3": DecoderFamily("phi3", "Phi3ForCausalLM", tied=False, ropes=("default", "longrope")),
+    "qwen2": DecoderFamily("qwen2", "Qwen2ForCausalLM", tied=False),
+    "qwen3": DecoderFamily("qwen3", "Qwen3ForCausalLM", tied=False),
+    "gemma": DecoderFamily("gemma", "GemmaForCausalLM", tied=True, activations=(*_GELU, "gelu"), ropes=("default",)),
+    "gemma2": DecoderFamily("gemma2", "Gemma2ForCausalLM", tied=True, activations=_GELU, ropes=("default",)),
+    "gemma3_text": DecoderFamily("gemma3_text", "Gemma3ForCausalLM", tied=True, activations=_GELU, theta=1_000_000.0),
 }
 TORCH_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")  # families that `mlx_zip.cuda` runs too
 TORCH_BITS, TORCH_GROUPS = (4, 8), (32, 64, 128)  # quantizations that `mlx_zip.cuda` reads (mode "affine")
 
 
+def decoder_type(config: Mapping[str, Any]) -> Any:
+    """Returns the decoder's model type in a config.json: of a model with hypertokens, that of its base model."""
+    section = config.get("zip2zip")
+    if config["model_type"] == MODEL_TYPE and isinstance(section, Mapping):
+        return section.get("base_model_type")
+    return config["model_type"]
+
+
 def why_not_on_torch(config: Mapping[str, Any]) -> str | None:
     """Returns as text which model type or quantization of a config.json `mlx_zip.cuda` does not support, else None."""
-    section = config.get("zip2zip")
-    kind = section.get("base_model_type") if isinstance(section, Mapping) else config["model_type"]
-    if kind not in TORCH_FAMILIES:
+    if (kind := decoder_type(config)) not in TORCH_FAMILIES:
         return f"models of type {kind!r}"
     record = config.get("quantization")
     whole = record if isinstance(record, Mapping) else {}

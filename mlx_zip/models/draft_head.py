@@ -125,17 +125,13 @@ class HeadedModel:
         """The module whose rows are the output rows of base ids."""
         return self.model.lm_head if "lm_head" in self.model else self.model.model.embed_tokens
 
-    @property
-    def _is_embedding(self) -> bool:
-        return "lm_head" not in self.model
-
     def base_logits(self, h: mx.array) -> mx.array:
         """Returns logits [..., V or more] of the body's output h [..., D]."""
         return self.model.base_logits(h) if self.hyper else self.products_with_output_rows(h)
 
     def products_with_output_rows(self, h: mx.array) -> mx.array:
         """Returns the products [..., V or more] of h [..., D] with the output rows: logits without a soft cap."""
-        return self.matrix.as_linear(h) if self._is_embedding else self.matrix(h)
+        return self.model.lm_head(h) if "lm_head" in self.model else self.model.model.embed_tokens.as_linear(h)
 
     def mean_base_row(self, shares: mx.array) -> mx.array:
         """Returns the mean [..., D] of the output rows of base ids, weighted with shares [..., V]."""

@@ -23,12 +23,13 @@ from mlx_zip.layout import MODEL_TYPE, has_hypertokens
 from mlx_zip.models.draft_head import HeadFile
 from mlx_zip.models.machines import (
     Group,
+    fail_together,
     raise_unless_machines_agree,
     raise_unless_splittable,
-    run_on_all_machines,
     split_model,
 )
 from mlx_zip.models.model_folder import (
+    ADAPTER_CONFIG,
     DRAFT_HEAD,
     UPSTREAM_CONFIG_NAME,
     codebook_config_changes,
@@ -73,85 +74,65 @@ def load(
     entries do not fit; `MachineError` if another machine fails or has other weights or another tokenizer.
     """
     group = None if group is None or group.size() == 1 else group
-    model, tokenizer, fingerprint = run_on_all_machines(
-        group,
-        lambda: _load_on_this_machine(
-            path_or_hf_repo,
-            adapter_path,
-            {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
-            lazy=lazy,
-            revision=revision,
+    with fail_together(group):
+        folder = find_model_folder(path_or_hf_repo, revision)
+        config = read_model_config(folder)
+        _raise_unless_adapter(adapter_path, path_or_hf_repo)
+        if group is not None:
+            raise_unless_splittable(config, group.size())
+            if adapter_path is not None:
+                raise ModelError("an adapter (--adapter-path) cannot be loaded on several machines: merge it first")
+        pack = None if pack is None else as_pack(pack)
+        changes = codebook_config_changes(config, codebook_size, pack)
+        model, tokenizer, fingerprint = _load_with_mlx_lm(
+            folder,
+            config,
+            changes,
+            group,
+            adapter_path=None if adapter_path is None else str(expand_home(adapter_path)),
+            tokenizer_config={"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
+            lazy=lazy or group is not None,
             trust_remote_code=trust_remote_code,
-            canonical=canonical,
-            row_store=row_store,
-            pack=pack,
-            codebook_size=codebook_size,
-            group=group,
-        ),
-    )
+        )
+        make_tokenizer_exact_in_folder(getattr(tokenizer, "backend_tokenizer", None), folder)
+        if pack is not None:
+            pack.check_made_for(tokenizer, "the pack (--pack)")
+        if group is None and os.path.lexists(folder / DRAFT_HEAD):  # a broken link too, so drafts raise an error
+            model.draft_head = HeadFile(folder / DRAFT_HEAD)
+        if has_hypertokens(model):
+            if fingerprint:
+                model.row_source.fingerprint.set(model, fingerprint)
+            model.layout.check_tokenizer(len(tokenizer))
+            if canonical is not None:
+                model.row_source.config = replace(model.config, canonical=canonical)
+            model.row_source.store = RowStore() if row_store is None else row_store
+            if pack is not None:
+                model.use_pack(pack)
+            elif adapter_path is None:
+                use_pack_in_folder(folder, model.config.start, lambda: tokenizer, model.use_pack)
     if group is not None:
         both = fingerprint + tokenizer_fingerprint(tokenizer)
         raise_unless_machines_agree(group, both, "the model's weights or tokenizer")
     return model, tokenizer
 
 
-def _load_on_this_machine(
-    path_or_hf_repo: str | Path,
-    adapter_path: str | None,
-    tokenizer_config: Mapping[str, Any],
-    *,
-    lazy: bool,
-    revision: str | None,
-    trust_remote_code: bool,
-    canonical: bool | None,
-    row_store: RowStore | None,
-    pack: PackLike | None,
-    codebook_size: int | None,
-    group: Group | None,
+def _load_with_mlx_lm(
+    folder: Path, config: Mapping[str, Any], changes: Mapping[str, Any], group: Group | None, **options: Any
 ) -> tuple[Any, Any, str]:
-    """Does what `load` does on this machine; also returns the whole model's fingerprint, "" without a group."""
-    folder = find_model_folder(path_or_hf_repo, revision)
-    config = read_model_config(folder)
-    _raise_unless_adapter(adapter_path, path_or_hf_repo)
-    if group is not None:
-        raise_unless_splittable(config, group.size())
-        if adapter_path is not None:
-            raise ModelError("an adapter (--adapter-path) cannot be loaded on several machines: merge it first")
-    pack = None if pack is None else as_pack(pack)
-    changes = codebook_config_changes(config, codebook_size, pack)
+    """Returns this machine's share of the model, the tokenizer, and the whole model's fingerprint ("" without a group).
+
+    config: config.json. changes: keys of config.json to replace. options: further arguments of mlx-lm's `load`. Raises
+    `ModelError`.
+    """
     try:
         with silence_transformers(), bare_exceptions_as_value_errors():
-            loaded = mlx_load(
-                str(folder),
-                adapter_path=None if adapter_path is None else str(expand_home(adapter_path)),
-                tokenizer_config=dict(tokenizer_config),
-                model_config={**rope_settings_for_mlx_lm(config), **changes},
-                lazy=lazy or group is not None,
-                trust_remote_code=trust_remote_code,
-            )
+            loaded = mlx_load(str(folder), model_config={**rope_settings_for_mlx_lm(config), **changes}, **options)
             fingerprint = "" if group is None else split_model(loaded[0], group)
     except MlxZipError:
         raise
     except load_error_types() as error:
         raise ModelError(f"cannot load {folder}: {find_damaged_json(folder) or first_message_line(error)}") from error
-    model: Any = loaded[0]
-    make_tokenizer_exact_in_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
-    if pack is not None:
-        pack.check_made_for(loaded[1], "the pack (--pack)")
-    if group is None and os.path.lexists(folder / DRAFT_HEAD):  # a broken link too, so drafts raise an error
-        model.draft_head = HeadFile(folder / DRAFT_HEAD)
-    if has_hypertokens(model):
-        if fingerprint:
-            model.row_source.fingerprint.set(model, fingerprint)
-        model.layout.check_tokenizer(len(loaded[1]))
-        if canonical is not None:
-            model.row_source.config = replace(model.config, canonical=canonical)
-        model.row_source.store = RowStore() if row_store is None else row_store
-        if pack is not None:
-            model.use_pack(pack)
-        elif adapter_path is None:
-            use_pack_in_folder(folder, model.config.start, lambda: loaded[1], model.use_pack)
-    return model, loaded[1], fingerprint
+    return loaded[0], loaded[1], fingerprint
 
 
 def _raise_unless_adapter(path: str | None, model: str | Path) -> None:
@@ -164,13 +145,13 @@ def _raise_unless_adapter(path: str | None, model: str | Path) -> None:
         return
     folder = expand_home(path)
     try:
-        is_peft = "peft_type" in json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        is_peft = "peft_type" in json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
         is_peft = (folder / UPSTREAM_CONFIG_NAME).is_file()
         if not is_peft:
-            raise ModelError(f"{path} (--adapter-path) is no folder with an adapter_config.json") from error
+            raise ModelError(f"{path} (--adapter-path) is no folder with an {ADAPTER_CONFIG}") from error
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{folder / 'adapter_config.json'} is not valid JSON: {error}") from error
+        raise ModelError(f"{folder / ADAPTER_CONFIG} is not valid JSON: {error}") from error
     if is_peft or (folder / UPSTREAM_CONFIG_NAME).is_file():
         raise ModelError(
             f"{path} (--adapter-path) is an adapter as mlx_zip train and PEFT save it; merge it into its base first: "

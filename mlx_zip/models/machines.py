@@ -16,10 +16,10 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,10 +28,9 @@ from mlx.nn.layers.distributed import shard_linear
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_zip.errors import MachineError, MlxZipError, ModelError, first_message_line
-from mlx_zip.layout import MODEL_TYPE
+from mlx_zip.models.decoder_options import decoder_type
 from mlx_zip.models.rows.fingerprints import fingerprint_samples, named_arrays, sample_tensors
 
-T = TypeVar("T")
 Group = mx.distributed.Group
 _BACKEND_PREFIXES = ("[ring]", "[jaccl]", "[mpi]", "[nccl]")  # how MLX's messages on communication begin
 
@@ -64,22 +63,21 @@ def lost_machines_as_errors() -> Iterator[None]:
         ) from error
 
 
-def run_on_all_machines(group: Group | None, action: Callable[[], T]) -> T:
-    """Runs `action` on this machine, as every machine of the run does, and returns its result.
+@contextmanager
+def fail_together(group: Group | None) -> Iterator[None]:
+    """Context manager, which all machines must enter: if the block fails on one machine, raises an error on all.
 
-    If the action fails on one machine, raises an error on all: the action's `MlxZipError` where it failed,
-    `MachineError` on the other machines. group: None for a single machine.
+    The error is the block's `MlxZipError` where it failed, `MachineError` on the other machines. group: None for a
+    single machine.
     """
-    if group is None:
-        return action()
     try:
-        result = action()
+        yield
     except MlxZipError:
-        sum_over_machines(group, 1)
+        if group is not None:
+            sum_over_machines(group, 1)
         raise
-    if sum_over_machines(group, 0)[0]:
+    if group is not None and sum_over_machines(group, 0)[0]:
         raise MachineError("another machine of this run could not go on; its own message says why")
-    return result
 
 
 def wait_for_machines(group: Group | None) -> None:
@@ -146,10 +144,7 @@ _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 def raise_unless_splittable(config: Mapping[str, Any], size: int) -> None:
     """Raises `ModelError` unless the model with this config.json can be split over `size` machines."""
-    section = config.get("zip2zip")
-    zip2zip = config["model_type"] == MODEL_TYPE and isinstance(section, Mapping)
-    kind = section.get("base_model_type") if zip2zip and isinstance(section, Mapping) else config["model_type"]
-    if kind not in SHARDED_TYPES:
+    if (kind := decoder_type(config)) not in SHARDED_TYPES:
         raise ModelError(f"a model of type {kind} cannot be split over machines; these can: {', '.join(SHARDED_TYPES)}")
     heads = config.get("num_attention_heads")
     counts = {

@@ -19,7 +19,8 @@ from mlx_zip.packs.tuned import PlainCodec
 from mlx_zip.text import hub
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
 
-UPSTREAM_CONFIG_NAME = "zip2zip_config.json"
+UPSTREAM_CONFIG_NAME, UPSTREAM_ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"  # in a checkpoint
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # in an adapter of PEFT
 DRAFT_HEAD = "draft_head.safetensors"  # name of a draft head's file in its model's folder
 _MODEL_FILES = (*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS, IN_FOLDER, DRAFT_HEAD, "*.jsonl")
 

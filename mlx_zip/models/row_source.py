@@ -35,7 +35,7 @@ from mlx_zip.models.rows.fingerprints import (
     sample_values,
     tensor_places,
 )
-from mlx_zip.models.rows.row_files import RowSet
+from mlx_zip.models.rows.row_folder import RowSet
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.rows.zip_state import ZipState
 from mlx_zip.packs.pack import Pack

@@ -1,4 +1,4 @@
-"""The model with hypertokens (`Model`), and its decoder's weights (`DecoderBody`).
+"""The model with hypertokens (`Model`).
 
 In one call the ids are read on the host and pushed to the request's codebooks; hyper rows that are missing come from
 the row store or are encoded, in one batch per side; then embedding, decoder body and joint head run as one lazy graph.
@@ -27,8 +27,7 @@ from mlx_zip.models.call_inputs import (
     read_ids_on_host,
     set_plain_offsets,
 )
-from mlx_zip.models.decoder_blocks import make_decoder
-from mlx_zip.models.layers import Positions
+from mlx_zip.models.decoder import Positions, make_decoder
 from mlx_zip.models.longrope_refill import LongRopeRefill
 from mlx_zip.models.machines import raise_unless_splittable, shard_layers
 from mlx_zip.models.model_folder import ModelArgs
@@ -38,16 +37,6 @@ from mlx_zip.models.rows.row_tables import RowTable
 from mlx_zip.models.rows.sequence_rows import EvictedEntry
 from mlx_zip.models.rows.zip_state import Advance, HostIds, ZipState
 from mlx_zip.packs.pack import Pack, PackOrEntries, resolve_pack, split_packs
-
-
-class DecoderBody(nn.Module):
-    """The decoder's weights under their checkpoint names: `embed_tokens`, `layers`, `norm`."""
-
-    def __init__(self, config: dict[str, Any], layers: list[nn.Module], norm: nn.Module) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
-        self.layers = layers
-        self.norm = norm
 
 
 class Model(nn.Module):
@@ -62,13 +51,13 @@ class Model(nn.Module):
         super().__init__()
         self.args = args
         zip_config, config = args.zip_config, args.decoder_config
-        layers, norm, self.traits = make_decoder(config)
+        decoder, self.traits = make_decoder(config)
         self.layout = Layout(zip_config.vocab_size, zip_config.codebook_size, config["vocab_size"])
         zip_config.encoder.check_width(config["hidden_size"])
         self.sides_are_one = zip_config.encoder.tie_encoders and self.traits.tied  # an entry's two rows are one
         self.row_source = RowSource(zip_config, args.config["zip2zip"].get("fingerprint"))
         self.model_type = args.config.get("model_type")
-        self.model = DecoderBody(config, layers, norm)
+        self.model = decoder
         if not self.traits.tied:
             self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
         self.input_encoder = make_encoder(zip_config.encoder, zip_config.merge_size, SIDES[0])
@@ -231,7 +220,7 @@ class Model(nn.Module):
         Raises `ModelError`, leaving everything unchanged, if the rows were tuned for another model or the pack of a
         saved state is not loaded.
         """
-        if state.has_all_tuned_rows:
+        if all(state.bound):
             return
         for pack in self.row_source.resolve_packs(state):
             self.check_pack(pack)
@@ -487,7 +476,7 @@ class Model(nn.Module):
 
     def quant_predicate(self, path: str, module: nn.Module) -> bool:
         """Returns whether mlx-lm may quantize the module at `path`: every module but those of the hyper-encoders."""
-        return not path.startswith(("input_encoder", "output_encoder"))
+        return not path.startswith(SIDES)
 
 
 def _mask_closed_slots(hyper: mx.array, installed: int | np.ndarray, first: int = 0) -> mx.array:

@@ -16,8 +16,8 @@ import mlx_zip
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.loading import find_model_folder, load, read_model_config
-from mlx_zip.models.model_folder import codec_for_tuned_pack
+from mlx_zip.models.loading import load
+from mlx_zip.models.model_folder import codec_for_tuned_pack, find_model_folder, read_model_config
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, errors_as
 from mlx_zip.files import remove_unfinished_files
-from mlx_zip.models.patches.patch_model import (
+from mlx_zip.models.patch_model import (
     PatchConfig,
     PatchModel,
     PlainModel,

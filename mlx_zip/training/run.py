@@ -16,13 +16,13 @@ import mlx.core as mx
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, missing_library_error
 from mlx_zip.files import expand_home, read_json_object
-from mlx_zip.models.loading import find_model_folder
 from mlx_zip.models.machines import (
+    fail_together,
     is_first_machine,
     raise_unless_machines_agree,
-    run_on_all_machines,
     sum_over_machines,
 )
+from mlx_zip.models.model_folder import find_model_folder
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -56,11 +56,13 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     """
     group = mx.distributed.init()
     first = group.rank() == 0
-    run = run_on_all_machines(group, lambda: _Run(options, settings))
+    with fail_together(group):
+        run = _Run(options, settings)
     facts = json.dumps([run.fingerprint(settings.iters), run.record["data"]])
     raise_unless_machines_agree(group, facts, "model, data or settings")
     with ExitStack() as stack:
-        held_out = run_on_all_machines(group, lambda: run.open_folder(stack) if first else 0)
+        with fail_together(group):
+            held_out = run.open_folder(stack) if first else 0
         run.data, held_out_data = split_held_out(run.data, sum_over_machines(group, held_out)[0], settings.seed)
         run.valid = run.valid or held_out_data
         return run.train(quiet or not first)

@@ -39,6 +39,7 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import TrainingError, errors_as
 from mlx_zip.files import atomic_folder, write_json
 from mlx_zip.layout import MODEL_TYPE
+from mlx_zip.models.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, UPSTREAM_CONFIG_NAME, UPSTREAM_ENCODERS
 from mlx_zip.models.rows.encoders import quantization_settings
 from mlx_zip.models.rows.fingerprints import SideFingerprints, compute_model_fingerprint, host_bytes, named_arrays
 from mlx_zip.models.zip_model import Model
@@ -47,8 +48,6 @@ from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.settings import BASE, SAVE_DTYPES, UNQUANTIZED, TrainSettings
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-ZIP_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 _PYTORCH_METADATA = {"format": "pt"}
 _GENERATION = "generation_config.json"
@@ -232,12 +231,12 @@ def save_adapter_folder(
                 str(partial / ADAPTER_WEIGHTS), _to_peft_weights(pairs, DTYPES[dtype]), _PYTORCH_METADATA
             )
         if isinstance(model, Model):
-            write_json(partial / ZIP_CONFIG, _make_adapter_zip_config(model, base))
+            write_json(partial / UPSTREAM_CONFIG_NAME, _make_adapter_zip_config(model, base))
             named = named_arrays(model.parameters())
             encoders = {name: value for name, value in named if name.startswith(SIDES)}
             if encoders:
                 cast = {name: value.astype(DTYPES[dtype]) for name, value in encoders.items()}
-                mx.save_safetensors(str(partial / ENCODERS), cast, _PYTORCH_METADATA)
+                mx.save_safetensors(str(partial / UPSTREAM_ENCODERS), cast, _PYTORCH_METADATA)
         if pack_rows:
             rows = {name: value.astype(DTYPES[dtype]) for name, value in pack_rows.items()}
             mx.save_safetensors(str(partial / IN_ADAPTER), rows, _PYTORCH_METADATA)

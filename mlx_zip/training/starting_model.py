@@ -30,8 +30,8 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.config import RECORD_KEYS, SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError, errors_as, first_message_line
 from mlx_zip.layout import MODEL_TYPE
-from mlx_zip.models.loading import load_error_types, read_model_config, rope_settings_for_mlx_lm
-from mlx_zip.models.model_folder import ModelArgs, hidden_width
+from mlx_zip.models.loading import load_error_types, rope_settings_for_mlx_lm
+from mlx_zip.models.model_folder import ModelArgs, hidden_width, read_model_config
 from mlx_zip.models.rows.encoders import matrix_rows
 from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.zip_model import Model

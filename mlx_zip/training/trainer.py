@@ -25,7 +25,7 @@ import numpy as np
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.device import WiredMemory, peak_rss_bytes
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.models.machines import arrays_of_first_machine, run_on_all_machines
+from mlx_zip.models.machines import arrays_of_first_machine, fail_together
 from mlx_zip.models.zip_model import Model
 from mlx_zip.progress import ProgressBar
 from mlx_zip.training.checkpoints import (
@@ -120,7 +120,8 @@ class Trainer:
         mx.random.seed(self.settings.seed)
         first = self.group.rank() == 0
         last = (self.run, self.trainee, self.optimizer, self.fingerprint)
-        progress = run_on_all_machines(self.group, lambda: load_last_checkpoint(*last) if first else Progress())
+        with fail_together(self.group):
+            progress = load_last_checkpoint(*last) if first else Progress()
         if self.group.size() == 1:
             return progress
         own = {
@@ -138,7 +139,8 @@ class Trainer:
     def train(self) -> Outcome:
         """Trains on all machines until all steps are done or a signal stops the run; saves the last step."""
         first = self.group.rank() == 0
-        self._log = run_on_all_machines(self.group, lambda: MetricsLog(self.run, self.progress.step) if first else None)
+        with fail_together(self.group):
+            self._log = MetricsLog(self.run, self.progress.step) if first else None
         self.trainee.train()
         self._reported, self._sums = self.progress, list[dict[str, float]]()
         done = self.progress.step
@@ -174,13 +176,11 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Writes the checkpoint of this step, unless the checkpoint exists; see `TrainingJob`."""
-        run_on_all_machines(self.group, self._write_checkpoint)
-
-    def _write_checkpoint(self) -> None:
-        if self.group.rank() > 0:
-            return
-        self.stepper.sync_to_trainee()
-        save_checkpoint(self.run, self.trainee, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
+        with fail_together(self.group):
+            if self.group.rank() == 0:
+                self.stepper.sync_to_trainee()
+                kept = self.progress, self.fingerprint, self.settings.keep
+                save_checkpoint(self.run, self.trainee, self.optimizer, *kept)
 
     # ---- data
 
@@ -262,11 +262,9 @@ class Trainer:
             n_bytes += batch.n_bytes
         self.trainee.train()
         line = {"step": 0, "base_bits_per_byte": nats / math.log(2) / max(n_bytes, 1)}
-        run_on_all_machines(self.group, lambda: self._log_once(line))
-
-    def _log_once(self, line: dict[str, Any]) -> None:
-        if self.group.rank() == 0 and line not in read_metrics(self.run):
-            MetricsLog(self.run, self.progress.step).add(**line)
+        with fail_together(self.group):
+            if self.group.rank() == 0 and line not in read_metrics(self.run):
+                MetricsLog(self.run, self.progress.step).add(**line)
 
     def report(self) -> str:
         """Logs the figures of the steps since the last report and returns them as text; see `TrainingJob`."""
@@ -284,7 +282,9 @@ class Trainer:
         return f"loss {line['loss']:.3f}{bits}, {line['base_ids_per_s']:,.0f} base tokens/s"
 
     def _log_line(self, line: dict[str, Any]) -> None:
-        run_on_all_machines(self.group, lambda: None if self._log is None else self._log.add(**line))
+        with fail_together(self.group):
+            if self._log is not None:
+                self._log.add(**line)
 
     def validate(self) -> str | None:
         """Logs the figures of a validation and returns them as text; see `TrainingJob`."""

@@ -14,18 +14,13 @@ from mlx_zip.config import ZipConfig, parse_zip_section
 from mlx_zip.errors import ConfigError
 from mlx_zip.files import read_json_object
 from mlx_zip.layout import MODEL_TYPE, Layout
-from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME
+from mlx_zip.models.decoder_options import FAMILIES
+from mlx_zip.models.model_folder import UPSTREAM_CONFIG_NAME, UPSTREAM_ENCODERS
 from mlx_zip.text.tokenizers import load_tokenizer
 
-ENCODERS = "zip2zip_encoders.safetensors"  # of an exported checkpoint
 ARCHITECTURE = "Zip2ZipForCausalLM"  # vLLM's name for our model
-DECODERS = {  # vLLM's name for each decoder, by model_type
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+_KINDS = ("llama", "mistral", "phi3", "qwen2", "qwen3")
+DECODERS = {kind: FAMILIES[kind].architecture for kind in _KINDS}  # vLLM's names, which are transformers' too
 _PACKING = ("quantization", "quantization_config")  # keys of MLX's quantization, which vLLM would take for its own
 _NOT_THE_DECODERS = (*_PACKING, "model_type", "name_or_path", "_name_or_path", "mlx_zip")
 
@@ -110,9 +105,9 @@ def config_of_export(folder: Path) -> dict[str, Any] | None:
     section = read_json_object(folder / UPSTREAM_CONFIG_NAME, raises=ConfigError)
     if config.get("model_type") == MODEL_TYPE:
         return None
-    if not (list(folder.glob("model*.safetensors")) and (folder / ENCODERS).is_file()):
+    if not (list(folder.glob("model*.safetensors")) and (folder / UPSTREAM_ENCODERS).is_file()):
         raise ConfigError(f"{folder} does not hold its decoder; convert it first: mlx_zip convert --hf-path {folder}")
     tokenizer = load_tokenizer(folder)._tokenizer
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     section = {**section, "base_model_type": config.get("model_type"), "pad_token_id": pad_id}
-    return {**config, "zip2zip": section, "encoder_file": ENCODERS}
+    return {**config, "zip2zip": section, "encoder_file": UPSTREAM_ENCODERS}

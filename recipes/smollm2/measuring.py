@@ -16,9 +16,9 @@ import numpy as np
 from mlx_zip import named
 from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_folder, read_json_object, write_json
+from mlx_zip.models.model_folder import ADAPTER_CONFIG, UPSTREAM_CONFIG_NAME
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.run_folder import read_metrics
-from mlx_zip.training.saving import ADAPTER_CONFIG, ZIP_CONFIG
 
 from .recipe import Recipe
 from .texts import read_json_lines, render_record
@@ -46,7 +46,7 @@ def make_models(recipe: Recipe) -> dict[str, Path]:
     words = ["--hf-path", leg / SHIPPED, "--base", recipe.model, "--dtype", "float32"]
     recipe.make(made[ZIP], "convert", *words, flag="--mlx-path")
     made_with = read_json_object(made[ZIP] / "config.json")["zip2zip"]["compression"]["max_codebook_size"]
-    if made_with != read_json_object(leg / SHIPPED / ZIP_CONFIG)["compression"]["max_codebook_size"]:
+    if made_with != read_json_object(leg / SHIPPED / UPSTREAM_CONFIG_NAME)["compression"]["max_codebook_size"]:
         raise DataError(f"{leg} was measured with {made_with} entries: remove {made[ZIP]} and {leg / 'measured'} first")
     return made
 
@@ -114,11 +114,11 @@ def write_adapter(recipe: Recipe) -> None:
     leg = recipe.last_folder
     with atomic_folder(leg / SHIPPED, replace=True) as partial:
         for file in sorted((leg / ZIP / "adapter").iterdir()):
-            if file.name not in (ADAPTER_CONFIG, ZIP_CONFIG):
+            if file.name not in (ADAPTER_CONFIG, UPSTREAM_CONFIG_NAME):
                 shutil.copyfile(file, partial / file.name)
                 continue
             config = {**read_json_object(file), "base_model_name_or_path": named.HUB}
-            if file.name == ZIP_CONFIG:
+            if file.name == UPSTREAM_CONFIG_NAME:
                 size = len(config["start"]) + recipe.settings.packs.shipped_growth
                 config["compression"] = {**config["compression"], "max_codebook_size": size}
             write_json(partial / file.name, config)

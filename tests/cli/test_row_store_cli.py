@@ -6,8 +6,7 @@ import stat
 import pytest
 
 from mlx_zip import cli
-from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
-from mlx_zip.models.rows.row_folder import RowFolder
+from mlx_zip.models.rows.row_folder import RowFolder, list_row_files, sum_disk_usage
 from support import tiny_text
 
 pytestmark = pytest.mark.usefixtures("home")

@@ -7,13 +7,15 @@ from mlx.utils import tree_map
 
 from mlx_zip.bench.papers.hbpe.patches import LOCAL, SMALL
 from mlx_zip.errors import CodecError, ConfigError, GenerationError
-from mlx_zip.models.patches.patch_generation import canonical_patch, generate_patches, pad_patch
-from mlx_zip.models.patches.patch_model import (
+from mlx_zip.models.patch_model import (
     PatchConfig,
     PatchModel,
     PlainConfig,
     PlainModel,
+    canonical_patch,
     count_parameters,
+    generate_patches,
+    pad_patch,
     patch_lengths,
 )
 from mlx_zip.vocab.hbpe.measures import Tower

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache, t
 from mlx_zip import CodecError, DataError, GenerationError, ModelError, ZipState, cli
 from mlx_zip.codec import CodecParams
 from mlx_zip.engine.mlx.generate import batch_generate, load, stream_batch
-from mlx_zip.models.layers import Positions
+from mlx_zip.models.decoder import Positions
 from mlx_zip.packs.entries import write_entries
 from support import codec_twin as twin
 from support import tiny_text

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlx_zip.errors import ConfigError
-from mlx_zip.models import layers
-from mlx_zip.models.layers import Positions, RMSNorm, make_rope
+from mlx_zip.models import decoder
+from mlx_zip.models.decoder import Positions, RMSNorm, make_rope
 from support import tiny
 from support.slow_cases import slow_but
 
@@ -46,7 +46,7 @@ def test_a_rotation_is_mlxs_own(kind, long, monkeypatch):
     for place in places:
         found = made(x, Positions(**place, long=long))
         with monkeypatch.context() as patch:
-            patch.setattr(layers, "is_step_on_cpu", lambda x: False)
+            patch.setattr(decoder, "is_step_on_cpu", lambda x: False)
             expected = made(x, Positions(**place, long=long))
         np.testing.assert_allclose(np.array(found), np.array(expected), atol=2e-5)
     assert not np.allclose(np.array(found), np.array(x), atol=0.01)
@@ -67,7 +67,7 @@ def test_a_rope_whose_wavelengths_are_changed_rotates_by_the_new_ones(monkeypatc
     made(x, Positions(start=9))
     made.magnitude, made._short = 1.5, 3 * made._short
     found = made(x, Positions(start=9))
-    monkeypatch.setattr(layers, "is_step_on_cpu", lambda x: False)
+    monkeypatch.setattr(decoder, "is_step_on_cpu", lambda x: False)
     np.testing.assert_allclose(np.array(found), np.array(made(x, Positions(start=9))), atol=2e-5)
 
 
@@ -134,7 +134,7 @@ def test_a_models_steps_are_the_same_in_either_form(family, mode, monkeypatch):
     model = tiny.tiny_model(family, position_mode=mode).eval()
     ids, quick = tiny.base_ids(40), steps(model)
     asked = []
-    monkeypatch.setattr(layers, "is_step_on_cpu", lambda x: asked.append(x.shape) or False)
+    monkeypatch.setattr(decoder, "is_step_on_cpu", lambda x: asked.append(x.shape) or False)
     np.testing.assert_allclose(steps(model), quick, atol=1e-4)
     assert asked
     np.testing.assert_allclose(tiny.last_logits(model, ids, model.make_cache()), quick[-1], atol=1e-4)

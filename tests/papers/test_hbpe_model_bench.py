@@ -10,7 +10,7 @@ from mlx_zip.bench.__main__ import main
 from mlx_zip.bench.papers.hbpe import hbpe_data
 from mlx_zip.bench.papers.hbpe import hbpe_model as bench
 from mlx_zip.bench.papers.hbpe.hbpe_data import PatchTrainingData, read_documents
-from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, count_parameters
+from mlx_zip.models.patch_model import PatchConfig, PatchModel, count_parameters
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_text import read_text_encoder, read_token_bytes
 from support.tiny_vocabularies import write_folder

@@ -10,8 +10,7 @@ import pytest
 from mlx_zip import cli, named
 from mlx_zip.engine.mlx.generate import load, stream_generate
 from mlx_zip.errors import ModelError
-from mlx_zip.models.loading import find_model_folder
-from mlx_zip.models.model_folder import DRAFT_HEAD
+from mlx_zip.models.model_folder import DRAFT_HEAD, find_model_folder
 from mlx_zip.named import bundled_model_folder
 from support.places import REPO
 

@@ -19,7 +19,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
-from mlx_zip.models import layers
+from mlx_zip.models import decoder
 
 VIEW_OPERATIONS = {
     "AsStrided",
@@ -63,7 +63,7 @@ def count_added_launches(steps: Iterable[mx.array]) -> list[int]:
 def build_graphs_as_on_gpu() -> Iterator[None]:
     """Context manager: models build the graphs that they build on a GPU, with one operation per call of `mx.fast`."""
     with ExitStack() as patches:
-        patches.enter_context(patch.object(layers, "is_step_on_cpu", lambda x: False))
+        patches.enter_context(patch.object(decoder, "is_step_on_cpu", lambda x: False))
         for name, stand_in in _STAND_INS.items():
             patches.enter_context(patch.object(mx.fast, name, stand_in))
         patches.enter_context(patch.object(mx, "dequantize", _dequantize_stand_in))

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip import RowStore
-from mlx_zip.models.rows.row_files import RowSet, list_row_files
+from mlx_zip.models.rows.row_folder import RowSet, list_row_files
 
 WORDS, WIDTH = 3, 16
 N = 200  # entries that a test stores

@@ -13,8 +13,14 @@ from tokenizers.normalizers import Lowercase
 
 from mlx_zip import cli
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
-from mlx_zip.models.patches.patch_generation import generate_patches, generate_text
-from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, SavedPatchModel, load_patch_model
+from mlx_zip.models.patch_model import (
+    PatchConfig,
+    PatchModel,
+    SavedPatchModel,
+    generate_patches,
+    generate_text,
+    load_patch_model,
+)
 from mlx_zip.training import patch_training as hbpe_fit
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.patch_training import (

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from mlx_zip.bench.papers.hbpe.patches import byte_entropies, entropy_patches, number_patches, space_patches
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel
+from mlx_zip.models.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.patch_training import (
     PatchCorpus,

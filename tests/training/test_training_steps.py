@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_zip.models.layers import Positions
+from mlx_zip.models.decoder import Positions
 from mlx_zip.training import run as run_module
 from mlx_zip.training.settings import EncoderOptions
 from mlx_zip.training.starting_model import make_starting_model

@@ -288,7 +288,7 @@ def test_what_cannot_be_is_said_in_a_line_and_nothing_is_written(flags, told, ru
 
 
 def test_a_pack_with_more_entries_than_slots_is_refused_with_the_cure(run):
-    from mlx_zip.models.loading import read_model_config
+    from mlx_zip.models.model_folder import read_model_config
 
     model = tiny_text.converted(MODEL)
     slots = read_model_config(model)["zip2zip"]["compression"]["max_codebook_size"]

@@ -115,7 +115,7 @@ class AdaptedModels:
     """Adapts one model and scores the results. args: the flags. folder, base: the model's folder and vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from mlx_zip.models.loading import find_model_folder
+        from mlx_zip.models.model_folder import find_model_folder
 
         self.args, self.folder = args, Path(find_model_folder(args.model))
         self.base: BaseVocabulary = read_base_vocabulary(self.folder)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.patches.patch_model import PlainModel
+from mlx_zip.models.patch_model import PlainModel
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.training.patch_training import PatchCorpus, Uint32s, cut_patch_windows
 from mlx_zip.vocab.hbpe.patch_table import PatchTable

@@ -28,7 +28,7 @@ import mlx.core as mx
 from mlx_zip.arguments import add_limit_bytes_flag, default_flags
 from mlx_zip.bench.machine import describe_mlx_device
 from mlx_zip.errors import MlxZipError
-from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
+from mlx_zip.models.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
 from mlx_zip.training.patch_training import PatchCorpus, evaluate_patch_corpus, train_patch_model
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, parse_tower, word_count

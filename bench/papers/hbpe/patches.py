@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.recording import summarize_samples, time_call
-from mlx_zip.models.patches.patch_model import PlainModel
+from mlx_zip.models.patch_model import PlainModel
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe.measures import Tower, fertility, hierarchical_flops, transformer_flops, word_count

@@ -179,7 +179,7 @@ def shared_conditions(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises `MlxZipError` if --model is a zip2zip model, or two texts of --valid have the same name.
     """
-    from mlx_zip.models.loading import find_model_folder, read_model_config
+    from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
     folder = find_model_folder(args.model)
     if "zip2zip" in read_model_config(folder):

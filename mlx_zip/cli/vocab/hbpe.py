@@ -29,7 +29,7 @@ from mlx_zip.errors import DataError, errors_as
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, parse_tower
 
 if TYPE_CHECKING:
-    from mlx_zip.models.patches.patch_generation import WrittenPatch
+    from mlx_zip.models.patch_model import WrittenPatch
 
 EXAMPLES = """\
 examples:
@@ -299,8 +299,7 @@ def _run_hbpe_fit(args: argparse.Namespace) -> Any:
 
 def _run_hbpe_generate(args: argparse.Namespace) -> int:
     """Prints text as it is generated. Returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
-    from mlx_zip.models.patches.patch_generation import generate_text
-    from mlx_zip.models.patches.patch_model import load_patch_model
+    from mlx_zip.models.patch_model import generate_text, load_patch_model
     from mlx_zip.vocab.hbpe.patch_merges import MARK
 
     prompt = "" if args.prompt is None else read_prompt(args.prompt)
@@ -352,7 +351,7 @@ def _print_written_patches(
 
 
 def _run_hbpe_evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    from mlx_zip.models.patches.patch_model import load_patch_model
+    from mlx_zip.models.patch_model import load_patch_model
     from mlx_zip.training.patch_training import evaluate_patch_texts
 
     check_flags_at_least(args, 1, "batch_size")

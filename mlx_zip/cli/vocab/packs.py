@@ -151,7 +151,8 @@ def _parse_head_cost(args: argparse.Namespace) -> float:
     if args.head_cost == "model":
         if args.model is None:
             raise DataError("--head-cost model needs --model: a step reads the model's weights")
-        from mlx_zip.models.loading import find_model_folder, output_row_share_of_step
+        from mlx_zip.models.loading import output_row_share_of_step
+        from mlx_zip.models.model_folder import find_model_folder
 
         return output_row_share_of_step(find_model_folder(args.model))
     try:

@@ -30,7 +30,7 @@ from mlx_zip.engine.scored import Compressed, Scored
 from mlx_zip.engine.sessions.mlx_caches import open_session_store
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.engine.threaded import Load, ThreadedEngine
-from mlx_zip.models.layers import Positions
+from mlx_zip.models.decoder import Positions
 from mlx_zip.models.loading import load, weight_bytes_per_step
 from mlx_zip.models.machines import Group
 from mlx_zip.models.rows.fingerprints import named_arrays

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.files import expand_home
 from mlx_zip.models.rows.fingerprints import host_bytes
-from mlx_zip.models.rows.row_files import RowSet
-from mlx_zip.models.rows.row_folder import RowFolder
+from mlx_zip.models.rows.row_folder import RowFolder, RowSet
 
 MEMORY_BYTES = 64 << 20
 FOLDER_BYTES = 1 << 30
@@ -87,7 +86,10 @@ class RowStore:
         self._fresh.append(_EncodedRows(kind, [names[i] for i in chosen], fresh.view(mx.uint8)))
         if len(chosen) == len(names):
             return fresh
-        return _order_rows(kind, held, names, [names[i] for i in chosen], fresh)
+        kept = {name: row for name, row in zip(names, held, strict=True) if row is not None}
+        rows = mx.concatenate([_rows_to_device(kind, list(kept.values())), fresh]) if kept else fresh
+        place = {name: i for i, name in enumerate([*kept, *(names[i] for i in chosen)])}  # indices into `rows`
+        return rows[mx.array([place[name] for name in names])]
 
     def find_or_encode_row(self, kind: RowSet, words: bytes, encode: Callable[[], mx.array]) -> mx.array:
         """Returns the row [1, D] of one entry. words: its base ids as 32-bit words. encode: makes the row.
@@ -252,24 +254,6 @@ def _split_bytes(data: bytes, size: int) -> list[bytes]:
 
 def _memory_cost(name: bytes, row: bytes) -> int:
     return len(name) + len(row) + ROW_OVERHEAD
-
-
-def _order_rows(
-    kind: RowSet, held: Sequence[bytes | None], names: Sequence[bytes], made: Sequence[bytes], fresh: mx.array
-) -> mx.array:
-    """Returns the rows of `names` [N, D], in that order.
-
-    held: per name its row as bytes, or None if the row was just encoded. fresh [M, D]: the encoded rows, whose names
-    are `made`.
-    """
-    kept = [row for row in held if row is not None]
-    place = {name: len(kept) + i for i, name in enumerate(made)}  # indices into `both` below
-    at, order = 0, []
-    for name, row in zip(names, held, strict=True):
-        order.append(place[name] if row is None else at)
-        at += row is not None
-    both = mx.concatenate([_rows_to_device(kind, kept), fresh]) if kept else fresh
-    return both[mx.array(order)]
 
 
 def _rows_to_device(kind: RowSet, rows: Sequence[bytes]) -> mx.array:

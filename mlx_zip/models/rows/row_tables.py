@@ -1,4 +1,9 @@
-"""The tables in which a request keeps its hyper rows."""
+"""The tables in which a request keeps its hyper rows.
+
+Tables are written in place, but MLX copies an array that is written to while anything else holds it, for example a body
+in flight. So bodies never hold the table of output rows (`ColumnTable`), and that of input rows has two copies
+(`TwoCopyTable`).
+"""
 
 from __future__ import annotations
 
@@ -142,9 +147,8 @@ class ColumnTable(RowTable):
 class TwoCopyTable(RowTable):
     """Input rows that can be written while a step on the device reads them: two copies are written in turn.
 
-    MLX writes an array in place only if nothing else holds it. A body in flight holds the copy that it reads, so a new
-    row is written to the other copy, which the next body reads. Before that, the other copy gets the rows that it
-    lacks. With a single copy, MLX would copy the whole table for each new row.
+    A body in flight holds the copy that it reads, so a new row is written to the other copy, which the next body reads.
+    Before that, the other copy gets the rows that it lacks.
     """
 
     def __init__(self, limit: int | None = None) -> None:

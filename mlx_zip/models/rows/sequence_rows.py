@@ -4,10 +4,6 @@ Each distinct entry of a batch has one place in a shared table, so a step multip
 sequence's columns by an index. Entries of a pack that all sequences began with need no index, because their places are
 their slots. Places are given in rising order, so that a step writes its new rows as one slice. When the table would
 grow, unused places are freed all at once, so that no step has to count references.
-
-Tables are written in place, but MLX copies an array that is written to while anything else holds it, for example a body
-in flight. So bodies never hold the output table, and the input table has two copies that are written in turn. The
-output table has columns [D, slots], which the CPU multiplies twice as fast as rows.
 """
 
 from __future__ import annotations
@@ -67,11 +63,6 @@ class SequenceRows:
     def can_evict_entries(self) -> bool:
         """Whether entries may be evicted, so that a slot holds different entries at different times."""
         return self.books[0].params.policy != "freeze"
-
-    @property
-    def has_all_tuned_rows(self) -> bool:
-        """Whether the tuned rows of all sequences are in the tables."""
-        return all(self.bound)
 
     def use_two_copies_of_inputs(self) -> None:
         """Makes the table of input rows a `TwoCopyTable`, which can be written while a step on the device reads it."""

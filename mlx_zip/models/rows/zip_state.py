@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -79,7 +79,6 @@ class ZipState(SequenceRows):
         self.books, self.tuned, self.left_padding = books, list(tuned), left_padding
         self.offset, self.long_rope = offset, long_rope
         self.row_answers: list[AnswerIds] = [{} for _ in books]
-        self._fitting_codec: CodecParams | None = None  # a codec that `fits_codec` has found to fit
         self._reset_loop_fields()
         self._reset_spans()
         self._clear_rows(books[0].params.codebook_size, shared=len(books) > 1)
@@ -120,6 +119,7 @@ class ZipState(SequenceRows):
 
     def _reset_loop_fields(self) -> None:
         self.second_bodies = 0
+        self._fitting_codec: CodecParams | None = None  # a codec that `fits_codec` has found to fit
         self.submit: Callable[..., None] = _leave_lazy
 
     def bind_start_packs(self, packs: Sequence[Any]) -> None:
@@ -301,10 +301,14 @@ class ZipState(SequenceRows):
 
     @state.setter
     def state(self, value: Sequence[Any]) -> None:
-        """Rebuilds the state from saved parts, of version 1 or 2."""
-        params, ids, lengths, left_padding, offset, long_rope, *marks = _parts_of_known_version(
-            value, {STATE_VERSION: 7, TUNED_VERSION: 8}
-        )
+        """Rebuilds the state from saved parts, of version 1 or 2. Raises `ModelError` for another version."""
+        sizes = {STATE_VERSION: 7, TUNED_VERSION: 8}  # number of parts in each version
+        if sizes.get(value[0]) != len(value):
+            known = " or ".join(map(str, sizes))
+            raise ModelError(
+                f"saved cache: ZipState version {value[0]} is not {known}, or parts of it are missing; make a new cache"
+            )
+        _, params, ids, lengths, left_padding, offset, long_rope, *marks = value
         padding, log = np.array(left_padding), np.array(ids)
         expected = np.maximum(0, int(offset) - padding)
         if np.any(padding < 0) or not np.array_equal(np.array(lengths), expected) or len(log) != expected.sum():
@@ -375,7 +379,7 @@ class ZipState(SequenceRows):
         else:
             made, others = cls.__new__(cls), [first, *others]
             made.books, made.tuned, made.left_padding, made.row_answers = [], [], [], []
-            made.offset, made.long_rope, made._fitting_codec = 0, first.long_rope, first._fitting_codec
+            made.offset, made.long_rope = 0, first.long_rope
             made._reset_loop_fields()
             made._clear_rows(first.books[0].params.codebook_size, shared=True)
         for one in others:
@@ -412,7 +416,7 @@ class ZipState(SequenceRows):
         made = ZipState.__new__(ZipState)
         offset = max(0, self.offset - self.left_padding[index])
         made._set_up_fields([self.books[index].copy()], [self.tuned[index]], [0], offset, self.long_rope)
-        made.row_answers, made._fitting_codec = [dict(self.row_answers[index])], self._fitting_codec
+        made.row_answers = [dict(self.row_answers[index])]
         if rows:
             self._copy_sequence_rows_to(index, made)
         return made
@@ -433,7 +437,7 @@ class ZipState(SequenceRows):
         twin.left_padding = list(self.left_padding)
         twin.books = [book.copy() for book in self.books]
         twin.offset, twin.long_rope = self.offset, self.long_rope
-        twin.row_answers, twin._fitting_codec = [dict(one) for one in self.row_answers], self._fitting_codec
+        twin.row_answers = [dict(one) for one in self.row_answers]
         twin._reset_loop_fields()
         twin._spans, twin._span_counts = self._spans.copy(), list(self._span_counts)
         self._copy_rows_to(twin)
@@ -505,20 +509,6 @@ def kv_caches(cache: Sequence[Any]) -> Sequence[Any]:
 
 
 # ---- parts of a state as JSON, for mlx-lm's cache files
-
-
-def _parts_of_known_version(value: Sequence[Any], sizes: Mapping[int, int]) -> Sequence[Any]:
-    """Returns the parts of a saved state without the first, the version.
-
-    sizes: number of parts in each known version. Raises `ModelError` if the version or the number of parts is wrong.
-    """
-    version = value[0]
-    if sizes.get(version) != len(value):
-        known = " or ".join(map(str, sizes))
-        raise ModelError(
-            f"saved cache: ZipState version {version} is not {known}, or parts of it are missing; make a new cache"
-        )
-    return value[1:]
 
 
 def _tuned_to_json(tuned: Sequence[Tuned]) -> str | None:

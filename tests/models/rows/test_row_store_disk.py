@@ -9,7 +9,7 @@ import pytest
 
 from mlx_zip import RowStore
 from mlx_zip.models.rows import row_folder
-from mlx_zip.models.rows.row_files import file_number, list_row_files
+from mlx_zip.models.rows.row_folder import file_number, list_row_files
 from support.stored_rows import WIDTH, Encoder, N, check, entries, file_of, fill, kind, true_rows, warnings
 
 HEADER, STRIDE = 4096, 16 + 4 * WIDTH + 8

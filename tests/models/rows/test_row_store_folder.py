@@ -14,8 +14,7 @@ import pytest
 
 from mlx_zip import RowStore
 from mlx_zip.models.rows import row_folder
-from mlx_zip.models.rows.row_files import list_row_files, sum_disk_usage
-from mlx_zip.models.rows.row_folder import purge_row_folder
+from mlx_zip.models.rows.row_folder import list_row_files, purge_row_folder, sum_disk_usage
 from support.places import TESTS
 from support.stored_rows import Encoder, N, check, entries, file_of, fill, kind, true_rows, warnings
 

@@ -80,7 +80,7 @@ def test_logits_of_entries_are_those_of_their_tuned_rows_and_inputs_read_them():
     h = mx.array(TUNED.rows.input[3])[None, None]
     from mlx_lm.models.cache import KVCache
 
-    from mlx_zip.models.layers import Positions
+    from mlx_zip.models.decoder import Positions
 
     h = MODEL.run_layers(h, [KVCache() for _ in MODEL.layers], Positions(start=0))[0, 0]
     assert_close(logits[VOCAB : VOCAB + len(START)], np.array(mx.array(TUNED.rows.output) @ h))

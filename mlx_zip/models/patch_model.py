@@ -24,11 +24,17 @@ The folder of a trained model has all that generation needs:
     tokenizer.json     the first stage; one of its tokens has no bytes and ends a document
 
 mlx-lm cannot read these folders; `mlx_zip vocab hbpe` does. The files are checked against each other when read.
+
+When text is generated, the large model runs once per patch, the small decoder once per symbol. The decoder may write a
+patch that the tokenizer would never make. So that equal bytes always look the same to the model, it then reads the
+canonical patch of the same bytes; if the canonical patch is too long, the patch as written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import codecs
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from hashlib import file_digest
 from pathlib import Path
@@ -41,11 +47,12 @@ from mlx_lm.models.llama import ModelArgs, TransformerBlock
 
 import mlx_zip
 from mlx_zip.config import MAX_LAYERS
-from mlx_zip.errors import ConfigError, DataError, ModelError
+from mlx_zip.errors import ConfigError, DataError, GenerationError, ModelError
 from mlx_zip.files import atomic_folder, expand_home, read_json_object, write_json
 from mlx_zip.models.rows.fingerprints import named_arrays
+from mlx_zip.text.prompts import check_unicode
 from mlx_zip.vocab.hbpe.measures import Tower
-from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
+from mlx_zip.vocab.hbpe.patch_merges import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH, PatchMerges, check_patch_mode
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
 from mlx_zip.vocab.hbpe.patch_text import PatchText, read_hf_tokenizer
 
@@ -258,6 +265,8 @@ def _checked_fields(name: str, values: Any, kind: Any) -> Mapping[str, Any]:
     return values
 
 
+# ---- the folder of a trained model
+
 MODEL_TYPE, FORMAT_VERSION = "hbpe", 1
 CONFIG_NAME, WEIGHTS_NAME, TABLE_NAME, TOKENIZER_NAME = (
     "config.json",
@@ -367,3 +376,130 @@ def _load_weights(model: PatchModel, path: Path, digest: str) -> None:
 def _sha256_of_file(path: Path) -> str:
     with open(path, "rb") as file:
         return file_digest(file, "sha256").hexdigest()
+
+
+# ---- generating text
+
+COLDEST = 1e-30  # smallest temperature used: as good as greedy; dividing by less would overflow float32
+
+
+def generate_patches(
+    model: PatchModel,
+    merges: PatchMerges,
+    prompt: Iterable[Sequence[int]] = (),
+    max_patches: int = 100,
+    temperature: float = 0.0,
+    seed: int = 0,
+    mode: str = "stop",
+) -> Iterator[list[int]]:
+    """Yields patches as the decoder writes them, each a list of symbols; `merges.decode` gives their bytes.
+
+    prompt: patches to continue, as `merges.encode` or a table makes them. Ends after `max_patches` patches, or after
+    yielding the patch that is only the end mark, which ends a document. temperature: sampling temperature; 0 is greedy.
+    mode: the mode of the table that the model was trained with. Raises `GenerationError` if the merges are of another
+    model, a patch of the prompt is too long, or a number is out of range.
+    """
+    config = model.config
+    if (merges.symbols, merges.patch_size) != (config.symbols, config.patch_size):
+        raise GenerationError(
+            f"the model reads patches of {config.patch_size} out of {config.symbols} symbols; "
+            f"these merges make patches of {merges.patch_size} out of {merges.symbols}"
+        )
+    if max_patches < 1 or not 0 <= temperature < math.inf:
+        raise GenerationError("max_patches must be at least 1, temperature a finite number of 0 or more")
+    if not 0 <= seed < 1 << 64:
+        raise GenerationError(f"seed must be an integer from 0 to 2^64-1, got {seed}")
+    rows = [pad_patch(patch, config.patch_size) for patch in prompt]
+    if wrong := [symbol for row in rows for symbol in row if not 0 <= symbol < config.symbols]:
+        raise GenerationError(f"symbol {wrong[0]} of the prompt is not below {config.symbols}")
+    check_patch_mode(mode)
+    return _generate_checked(model, merges, rows, max_patches, temperature, mx.random.key(seed), mode)
+
+
+@dataclass(frozen=True)
+class WrittenPatch:
+    """A patch that a model wrote, and the characters of text that became complete with this patch.
+
+    In the last `WrittenPatch`, the patch may be empty; its text then stands for bytes that never became a character.
+    """
+
+    text: str
+    patch: list[int]
+
+
+def generate_text(
+    saved: SavedPatchModel, prompt: str = "", max_patches: int = 100, temperature: float = 0.0, seed: int = 0
+) -> Iterator[WrittenPatch]:
+    """Yields text patch by patch, after a prompt or, without a prompt, from the beginning of a document.
+
+    The other arguments are those of `generate_patches`. Bytes of an incomplete character are held back until the
+    character is complete; at the end they become U+FFFD. Raises `GenerationError` if a number is out of range or the
+    prompt is not valid Unicode.
+    """
+    check_unicode("the prompt", prompt)
+    table = saved.text.table
+    patches = generate_patches(
+        saved.model, table.merges, saved.text.patches(prompt), max_patches, temperature, seed, table.mode
+    )
+    return _written_patches(patches, table.merges)
+
+
+def _written_patches(patches: Iterable[list[int]], merges: PatchMerges) -> Iterator[WrittenPatch]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for patch in patches:
+        yield WrittenPatch(decoder.decode(merges.decode(patch)), patch)
+    if held := decoder.decode(b"", final=True):
+        yield WrittenPatch(held, [])
+
+
+def canonical_patch(merges: PatchMerges, patch: Sequence[int], mode: str = "stop") -> list[int]:
+    """Returns the patch to read after writing `patch`: the canonical patch of its bytes if that fits, else `patch`."""
+    canonical = merges.encode(merges.decode(patch), mode)
+    return canonical if len(canonical) <= merges.patch_size else list(patch)
+
+
+def pad_patch(patch: Sequence[int], size: int) -> list[int]:
+    """Returns a patch as `size` symbols, filled up with `MARK`. Raises `GenerationError` if it is empty or too long."""
+    if not 1 <= len(patch) <= size:
+        raise GenerationError(f"a patch has 1 to {size} symbols, its mark counted, got {len(patch)}")
+    return [*map(int, patch), *[MARK] * (size - len(patch))]
+
+
+def _generate_checked(
+    model: PatchModel,
+    merges: PatchMerges,
+    rows: list[list[int]],
+    max_patches: int,
+    temperature: float,
+    key: mx.array,
+    mode: str,
+) -> Iterator[list[int]]:
+    """Yields patches after the prompt's rows; arguments as in `generate_patches`, already checked."""
+    cache = model.latent.make_cache()
+    x = model.start_states(1)
+    if rows:
+        x = mx.concatenate([x, model.encode_patches(mx.array(rows))[None]], axis=1)
+    for _ in range(max_patches):
+        h = model.latent(x, "causal", cache)[:, -1]
+        key, own = mx.random.split(key)
+        patch = _generate_patch(model, h, temperature, own)
+        yield patch
+        if patch == [MARK]:
+            return
+        x = model.encode_patches(mx.array([pad_patch(canonical_patch(merges, patch, mode), merges.patch_size)]))[None]
+
+
+def _generate_patch(model: PatchModel, h: mx.array, temperature: float, key: mx.array) -> list[int]:
+    """Returns a patch that the decoder writes from the state h [1, D]: symbols up to the end mark, S at most."""
+    cache, patch = model.decoder.make_cache(), list[int]()
+    x = model.down(h)[:, None]
+    while len(patch) < model.config.patch_size and patch[-1:] != [MARK]:
+        logits = model.head(model.decoder(x, "causal", cache))[0, -1]
+        if temperature:
+            key, own = mx.random.split(key)
+            chosen: Any = mx.random.categorical(logits / max(temperature, COLDEST), key=own).item()
+        else:
+            chosen = logits.argmax().item()
+        patch.append(chosen)
+        x = model.symbols(mx.array([[patch[-1]]]))
+    return patch

@@ -1,4 +1,8 @@
-"""The parts of mlx-lm's blocks that are ours: rotary embeddings, RMSNorm, and Gemma's MLP and attention.
+"""The supported decoders: mlx-lm's blocks with rotary embeddings, norms, and Gemma's MLP and attention that are ours.
+
+Rotary positions, windows, soft caps and embedding scale are read from the config here, because mlx-lm 0.32 ignores some
+of them: Phi-3's short factors and windows, Mistral's and Gemma 2's windows, `rope_parameters` as transformers 5 writes
+them. An option that is not supported raises `ConfigError`; no option is ignored.
 
 mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. `Model` gives them a view of the cache whose `offset` is a
 `Positions` (`PositionedCache`), so the same blocks run with a position per token and with either set of LongRoPE
@@ -21,6 +25,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
@@ -28,12 +33,116 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlx_zip.models.decoder_options import (
+    FAMILIES,
     count_rotated_columns,
+    has_tied_head,
+    head_width,
+    layer_rope_parameters,
+    layer_types,
     longrope_factors,
+    norm_eps,
     pretraining_context,
+    raise_if_options_unsupported,
     rope_errors_as_config_errors,
+    sliding_window,
     yarn_settings,
 )
+
+
+class DecoderBody(nn.Module):
+    """The decoder's weights under their checkpoint names: `embed_tokens`, `layers`, `norm`."""
+
+    def __init__(self, config: Mapping[str, Any], layers: list[nn.Module], norm: nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
+        self.layers = layers
+        self.norm = norm
+
+
+@dataclass(frozen=True)
+class DecoderTraits:
+    """The properties of a decoder beyond its blocks.
+
+    windows: per layer, the sliding window in ids, or None for full attention. tied: whether the head uses the
+    embedding's weights. embed_scale: factor on embeddings. soft_cap: c in c * tanh(logits / c), None for no cap.
+    long_context: a call whose last id has this position or a later one uses LongRoPE's long factors; None if the model
+    has no LongRoPE. mask_as_array: whether the blocks need the mask as an array, not as the word "causal".
+    """
+
+    windows: tuple[int | None, ...]
+    tied: bool
+    embed_scale: float = 1.0
+    soft_cap: float | None = None
+    long_context: int | None = None
+    mask_as_array: bool = False
+
+
+def raise_if_decoder_unsupported(config: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` naming the model type, option or rope type that is not supported."""
+    raise_if_options_unsupported(config)
+    for layer_type in set(layer_types(config)):
+        make_rope(layer_rope_parameters(config, layer_type), head_width(config), config)
+
+
+def make_decoder(config: Mapping[str, Any]) -> tuple[DecoderBody, DecoderTraits]:
+    """Returns a decoder with random weights, and its traits. Raises `ConfigError` if unsupported."""
+    raise_if_options_unsupported(config)
+    types = layer_types(config)
+    parameters = {name: layer_rope_parameters(config, name) for name in set(types)}
+    ropes = {name: make_rope(found, head_width(config), config) for name, found in parameters.items()}
+    kind = config["model_type"]
+    module = import_module(f"mlx_lm.models.{FAMILIES[kind].module}")
+    defaults = _mlx_lm_defaults(config)
+    given = {key: value for key, value in config.items() if value is not None or key not in defaults}
+    args = module.ModelArgs.from_dict({**defaults, **given, **_NO_ROPE_KEYS})
+    layers = [_make_block(module, kind, args, index) for index in range(config["num_hidden_layers"])]
+    for layer, name in zip(layers, types, strict=True):
+        if kind == "gemma":
+            layer.mlp = TanhGeluMLP(config["hidden_size"], config["intermediate_size"])
+        if kind == "gemma2":
+            layer.self_attn = SoftCapAttention(args)
+        layer.self_attn.rope = ropes[name]
+        use_quick_norms(layer)
+    norm = getattr(module, "RMSNorm", RMSNorm)(config["hidden_size"], eps=args.rms_norm_eps)
+    long = [pretraining_context(p, config) for p in parameters.values() if p["rope_type"] == "longrope"]
+    window = sliding_window(config)
+    traits = DecoderTraits(
+        windows=tuple(window if name == "sliding_attention" else None for name in types),
+        tied=has_tied_head(config),
+        embed_scale=config["hidden_size"] ** 0.5 if kind.startswith("gemma") else 1.0,
+        soft_cap=args.final_logit_softcapping if kind == "gemma2" else None,
+        long_context=min(long) if long else None,
+        mask_as_array=kind == "gemma2",
+    )
+    return DecoderBody(config, layers, norm), traits
+
+
+# Hides the rope settings from mlx-lm's constructors, which would misread them; `make_decoder` sets its own `Rope`.
+_NO_ROPE_KEYS = {"rope_scaling": None, "rope_theta": 10_000.0, "rope_parameters": None, "layer_types": None}
+
+
+def _make_block(module: Any, kind: str, args: Any, index: int) -> Any:
+    """Returns one decoder block of mlx-lm's module; only Gemma 3's constructor needs the layer's index."""
+    if kind == "gemma3_text":
+        return module.TransformerBlock(args, index)
+    return module.TransformerBlock(args)
+
+
+def _mlx_lm_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values for the keys that mlx-lm needs and transformers may leave out of config.json or write as null."""
+    heads = config["num_attention_heads"]
+    gemma = config["model_type"].startswith("gemma")
+    return {
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": norm_eps(config),
+        "head_dim": head_width(config),
+        "tie_word_embeddings": FAMILIES[config["model_type"]].tied,
+        **({"query_pre_attn_scalar": 256} if gemma else {}),
+    }
+
+
+# ---- positions and rotary embeddings
 
 
 @dataclass(frozen=True)
@@ -185,9 +294,7 @@ def _rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 def is_step_on_cpu(x: mx.array) -> bool:
     """Returns whether x [..., L, D] belongs to a step of generation (L is 1) on the CPU in float32.
 
-    MLX has no CPU kernels for norm and rotation: it runs 8 operations for a norm and 15 for a rotation, and starting an
-    operation costs more than its arithmetic. Compiled, a norm is 3 operations and a rotation 4, and the layers share
-    cosines and sines.
+    Compiled, a norm is then 3 operations and a rotation 4, and the layers share cosines and sines.
     """
     return x.shape[-2:-1] == (1,) and x.dtype == mx.float32 and mx.default_device() == _CPU
 
