@@ -139,7 +139,7 @@ def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, 
         prefill=prefill or None,
         max_tokens=sampling.pop("max_tokens", max_tokens),
         sampling=sampling,
-        pack=tuple(conversation["packs"]) or None,
+        pack=conversation["packs"],
         show=True,
     )
 

@@ -225,11 +225,6 @@ def left_out_labels(tools: Sequence[Body], choice: str) -> tuple[str, ...]:
     return tuple(tool.label for _, tool in others)
 
 
-def as_turn_pack(given: str | list[str] | None) -> str | tuple[str, ...] | None:
-    """Returns the value of `Turn.pack` for a request's field `pack`."""
-    return tuple(given) if isinstance(given, list) else given
-
-
 def join_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns the messages with the leading system messages joined into one: most chat templates take only one.
 

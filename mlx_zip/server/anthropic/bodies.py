@@ -19,7 +19,6 @@ from mlx_zip.server.fields import (
     PackNames,
     Size,
     Stops,
-    as_turn_pack,
     check_tools,
     join_system_messages,
     left_out_labels,
@@ -295,7 +294,7 @@ def make_messages_turn(body: CountBody) -> Turn:
         parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
         schema=output.schema_ if output else None,
         template_options=thinking_options(body.output_config.effort) | thinking,
-        pack=as_turn_pack(body.pack),
+        pack=body.pack,
         **(_limits_and_sampling(body) if isinstance(body, MessagesBody) else {}),
     )
 

@@ -372,7 +372,7 @@ class ChatBody(CompletionFields):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_options=thinking_options(self.reasoning_effort)
             | checked_template_options(self.chat_template_kwargs),
-            pack=self.chosen_pack,
+            pack=self.pack,
             show=self.mlx_zip.tokens,
             prediction="" if self.prediction is None else self.prediction.text,
         )

@@ -20,7 +20,6 @@ from mlx_zip.server.fields import (
     PackNames,
     Size,
     Stops,
-    as_turn_pack,
     at_most_fields,
 )
 from mlx_zip.server.http import check_model_name
@@ -95,11 +94,6 @@ class CompletionFields(Body):
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
-
-    @property
-    def chosen_pack(self) -> str | tuple[str, ...] | None:
-        """The value of `Turn.pack`."""
-        return as_turn_pack(self.pack)
 
     @property
     def include_usage(self) -> bool:

@@ -83,7 +83,7 @@ class CompletionBody(CompletionFields):
                 sampling=self.sampling(choice),
                 stop=self.stops,
                 logprobs=self.logprobs,
-                pack=self.chosen_pack,
+                pack=self.pack,
             )
             for prompt in self.prompts
             for choice in range(self.n)

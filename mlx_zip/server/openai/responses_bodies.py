@@ -21,7 +21,6 @@ from mlx_zip.server.fields import (
     PlainText,
     RefusalPart,
     Size,
-    as_turn_pack,
     at_most_fields,
     check_tools,
     join_system_messages,
@@ -359,5 +358,5 @@ def make_response_turn(body: ResponseBody, items: Sequence[Mapping[str, Any]], b
         sampling={name: value for name, value in sampling.items() if value is not None},
         logprobs=body.logprobs,
         template_options=thinking_options(body.reasoning.effort),
-        pack=as_turn_pack(body.pack),
+        pack=body.pack,
     )
