@@ -25,7 +25,7 @@ from mlx_zip.apps.chat.store import Store
 from mlx_zip.named import QUALITY
 from mlx_zip.server.answers.turn import Done, Turn, live_counts_json
 from mlx_zip.server.errors import RequestError
-from mlx_zip.server.http import json_response, read_body, stream_response, with_body_class
+from mlx_zip.server.http import BodyRoute, json_response, stream_response
 
 PATH = "/app/api/conversations"
 MOST_LISTED = 1000
@@ -44,9 +44,8 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
         )
         return json_response(await in_thread(store.conversations, asked.get("search", ""), limit, offset))
 
-    async def create(request: Request) -> Response:
+    async def create(request: Request, body: ConversationBody) -> Response:
         """Begins a conversation."""
-        body = await read_body(request, core, ConversationBody)
         fields = {"system": system, **body.fields_set}
         await in_thread(models.check_system, fields["system"], body.model)
         return json_response(await in_thread(store.create, fields), 201)
@@ -60,9 +59,8 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
         """Shows a conversation with its messages."""
         return json_response(require(await in_thread(store.conversation, request.path_params["id"])))
 
-    async def change(request: Request) -> Response:
+    async def change(request: Request, body: ChangeBody) -> Response:
         """Changes fields of a conversation."""
-        body = await read_body(request, core, ChangeBody)
         one = request.path_params["id"]
         if body.leaf is not None:
             require(await in_thread(store.message, one, body.leaf), "message")
@@ -82,21 +80,20 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
         """Stops the answers of a conversation."""
         return json_response({"stopped": answers.stop(request.path_params["id"])})
 
-    async def answer(request: Request) -> Response:
+    async def answer(request: Request, body: AnswerBody) -> Response:
         """Answers a message, or goes on with an answer, as an event stream."""
-        body = await read_body(request, core, AnswerBody)
         frames = _answer_frames(store, models, answers, request.path_params["id"], body)
         return await stream_response(request, core, encode_frames(frames), on_error=failure_frame)
 
     return [
         Route(PATH, listed),
-        Route(PATH, with_body_class(create, ConversationBody), methods=["POST"]),
+        BodyRoute(core, PATH, ConversationBody, create),
         Route(PATH, purge, methods=["DELETE"]),
         Route(PATH + "/{id}", show),
-        Route(PATH + "/{id}", with_body_class(change, ChangeBody), methods=["PATCH"]),
+        BodyRoute(core, PATH + "/{id}", ChangeBody, change, "PATCH"),
         Route(PATH + "/{id}", delete, methods=["DELETE"]),
         Route(PATH + "/{id}/stop", stop, methods=["POST"]),
-        Route(PATH + "/{id}/answer", with_body_class(answer, AnswerBody), methods=["POST"]),
+        BodyRoute(core, PATH + "/{id}/answer", AnswerBody, answer),
     ]
 
 
@@ -182,14 +179,13 @@ def require(value: Any, kind: str = "conversation") -> Any:
 def race_routes(store: Store, models: Models) -> list[Route]:
     """Returns the route of races."""
 
-    async def race(request: Request) -> Response:
+    async def race(request: Request, body: RaceBody) -> Response:
         """Answers a request with two models in turn, as an event stream."""
-        body = await read_body(request, models.main, RaceBody)
         return await stream_response(
             request, models.main, encode_frames(_race_frames(store, models, body)), on_error=failure_frame
         )
 
-    return [Route("/app/api/race", with_body_class(race, RaceBody), methods=["POST"])]
+    return [BodyRoute(models.main, "/app/api/race", RaceBody, race)]
 
 
 async def _race_frames(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[dict[str, Any], None]:

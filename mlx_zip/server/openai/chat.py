@@ -46,13 +46,12 @@ from mlx_zip.server.fields import (
     tool_discriminator,
 )
 from mlx_zip.server.http import (
+    BodyRoute,
     comment_bytes,
     event_bytes,
     json_response,
-    read_body,
     run_unless_client_gone,
     stream_response,
-    with_body_class,
 )
 from mlx_zip.server.openai.choices import (
     DONE_FRAME,
@@ -71,16 +70,15 @@ from mlx_zip.server.openai.choices import (
 def chat_routes(core: Core) -> list[Route]:
     """Returns the routes of chat completions."""
 
-    async def chat_completions(request: Request) -> Response:
+    async def chat_completions(request: Request, asked: ChatBody) -> Response:
         """Answers a conversation, as OpenAI's chat completions do; mlx_zip.tokens: true adds the answer's tokens."""
-        asked = await read_body(request, core, ChatBody)
         turns = asked.turns(core)
         if asked.stream:
             return await stream_response(request, core, _ChatStream(core, asked).frames(turns))
         return json_response(await run_unless_client_gone(request, _whole_chat_completion(core, asked, turns)))
 
     paths = ("/v1/chat/completions", "/chat/completions")
-    return [Route(path, with_body_class(chat_completions, ChatBody), methods=["POST"]) for path in paths]
+    return [BodyRoute(core, path, ChatBody, chat_completions) for path in paths]
 
 
 async def _whole_chat_completion(core: Core, asked: ChatBody, turns: Sequence[Turn]) -> dict[str, Any]:

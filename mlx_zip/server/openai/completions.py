@@ -18,13 +18,12 @@ from mlx_zip.server.answers.turn import Delta, Done, Text, TokenLogprob, Turn, W
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import MOST_TOKENS, BodyError, Many, NonEmptyText
 from mlx_zip.server.http import (
+    BodyRoute,
     comment_bytes,
     event_bytes,
     json_response,
-    read_body,
     run_unless_client_gone,
     stream_response,
-    with_body_class,
 )
 from mlx_zip.server.openai.choices import (
     DONE_FRAME,
@@ -93,15 +92,14 @@ class CompletionBody(CompletionFields):
 def completions_routes(core: Core) -> list[Route]:
     """Returns the route of completions."""
 
-    async def completions(request: Request) -> Response:
+    async def completions(request: Request, asked: CompletionBody) -> Response:
         """Continues a text, as OpenAI's completions do."""
-        asked = await read_body(request, core, CompletionBody)
         turns = asked.turns(core)
         if asked.stream:
             return await stream_response(request, core, _completion_frames(core, asked, turns))
         return json_response(await run_unless_client_gone(request, _whole_text_completion(core, asked, turns)))
 
-    return [Route("/v1/completions", with_body_class(completions, CompletionBody), methods=["POST"])]
+    return [BodyRoute(core, "/v1/completions", CompletionBody, completions)]
 
 
 async def _whole_text_completion(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> dict[str, Any]:

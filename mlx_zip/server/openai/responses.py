@@ -17,13 +17,12 @@ from mlx_zip.server.answers.turn import Delta, Done, Turn
 from mlx_zip.server.core import Core, Inbox
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.http import (
+    BodyRoute,
     check_model_name,
     events_bytes,
     json_response,
-    read_body,
     run_unless_client_gone,
     stream_response,
-    with_body_class,
 )
 from mlx_zip.server.openai.responses_bodies import ResponseBody, item_with_id, make_response_turn
 from mlx_zip.server.openai.responses_events import ResponseBuilder
@@ -38,16 +37,16 @@ def responses_routes(core: Core) -> list[Route]:
     store = core.responses
     running: dict[str, _ResponseRequest] = {}
 
-    async def create_response(request: Request) -> Response:
+    async def create_response(request: Request, body: ResponseBody) -> Response:
         """Answers a conversation."""
-        asked = _make_response_request(core, running, await read_body(request, core, ResponseBody))
-        if asked.body.stream:
+        asked = _make_response_request(core, running, body)
+        if body.stream:
             return await stream_response(request, core, asked.frames(), on_error=asked.failure_events)
         return json_response(await run_unless_client_gone(request, asked.whole_response()))
 
-    async def input_tokens(request: Request) -> Response:
+    async def input_tokens(request: Request, body: ResponseBody) -> Response:
         """Counts the base tokens that a request's prompt would have."""
-        asked = _make_response_request(core, running, await read_body(request, core, ResponseBody))
+        asked = _make_response_request(core, running, body)
         count = len(await run_unless_client_gone(request, core.prompt_ids(asked.turn))) if asked.items else 0
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -77,8 +76,8 @@ def responses_routes(core: Core) -> list[Route]:
         return json_response(_items_page(items, request.query_params))
 
     return [
-        Route("/v1/responses", with_body_class(create_response, ResponseBody), methods=["POST"]),
-        Route("/v1/responses/input_tokens", with_body_class(input_tokens, ResponseBody), methods=["POST"]),
+        BodyRoute(core, "/v1/responses", ResponseBody, create_response),
+        BodyRoute(core, "/v1/responses/input_tokens", ResponseBody, input_tokens),
         Route("/v1/responses/{name}", one_response, methods=["GET", "DELETE"]),
         Route("/v1/responses/{name}/cancel", cancel, methods=["POST"]),
         Route("/v1/responses/{name}/input_items", input_items, methods=["GET"]),
