@@ -26,7 +26,6 @@ from mlx_zip.server.http import (
 )
 from mlx_zip.server.openai.responses_bodies import ResponseBody, item_with_id, make_response_turn
 from mlx_zip.server.openai.responses_events import ResponseBuilder
-from mlx_zip.server.openai.responses_store import ResponseStore
 
 CANCEL_S = 2.0  # how long to wait for a cancelled response to end before its state is returned
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -54,7 +53,11 @@ def responses_routes(core: Core) -> list[Route]:
         """Returns or deletes a response, stored or still being written; deleting ends one that is being written."""
         name = request.path_params["name"]
         if request.method == "DELETE":
-            await _delete_response(store, running, name)
+            if name in running:
+                running[name].stores = False
+                await running[name].cancel()
+            else:
+                store.delete(name)
             return json_response({"id": name, "object": "response", "deleted": True})
         if request.query_params.get("stream", "false") != "false":
             raise RequestError(400, "stream: a stored response cannot be streamed again", "unsupported", "stream")
@@ -94,31 +97,22 @@ def _make_response_request(core: Core, running: dict[str, _ResponseRequest], bod
     items = [*before, *(item_with_id(item) for item in core.responses.resolve_references(body.items))]
     most = core.answer_max_tokens(body.max_output_tokens, tools=True)
     turn = replace(make_response_turn(body, items, len(before)), max_tokens=most)
-    return _ResponseRequest(core, running, body, items, turn, ResponseBuilder(body, core.model))
-
-
-async def _delete_response(store: ResponseStore, running: dict[str, _ResponseRequest], name: str) -> None:
-    if name not in running:
-        store.delete(name)
-        return
-    running[name].stores = False
-    await running[name].cancel()
+    return _ResponseRequest(core, running, items, turn, ResponseBuilder(body, core.model), body.store)
 
 
 @dataclass(eq=False)
 class _ResponseRequest:
     """One request. items: the whole conversation. running: requests in flight, by the id of the response.
 
-    stores: whether the response may be stored; it is stored if `body.store` is set too. inbox: see `Core.answer`.
+    stores: whether the response is stored when it has ended. inbox: see `Core.answer`.
     """
 
     core: Core
     running: dict[str, _ResponseRequest]
-    body: ResponseBody
     items: list[Any]
     turn: Turn
     builder: ResponseBuilder
-    stores: bool = True
+    stores: bool
     inbox: Inbox = field(default_factory=asyncio.Queue)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -177,7 +171,7 @@ class _ResponseRequest:
         return events
 
     def _store_response(self) -> None:
-        if self.body.store and self.stores:
+        if self.stores:
             self.core.responses.add(self.builder.response, self.items)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting, vendor_json
+from mlx_zip.server.answers.turn import Delta, Done, Reasoning, Text, ToolCall, vendor_json
 from mlx_zip.server.fields import new_prefixed_id
 from mlx_zip.server.openai.choices import logprobs_json
 from mlx_zip.server.openai.responses_bodies import ResponseBody
@@ -46,8 +46,6 @@ class ResponseBuilder:
                 self._add_call(delta)
             case Done():
                 self._end_response(delta)
-            case Waiting():
-                pass
         return self._take_events()
 
     def fail(self, message: str, code: str = "server_error") -> list[Json]:
