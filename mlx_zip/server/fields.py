@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, from_json
 
-from mlx_zip.errors import GenerationError
+from mlx_zip.server.errors import RequestError
 
 Some = TypeVar("Some", bound=BaseModel)
 Item = TypeVar("Item")
@@ -63,12 +63,11 @@ _FAULT_WORDS = {  # pydantic's name of an error -> what a client reads
 }
 
 
-class BodyError(GenerationError):
+class BodyError(RequestError):
     """A request's body is invalid or not supported. param: path of the field at fault, None for the whole body."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(f"{param}: {message}" if param else message)
-        self.param = param
+        super().__init__(400, f"{param}: {message}" if param else message, "invalid_request", param)
 
 
 class Body(BaseModel):
