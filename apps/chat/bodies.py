@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from mlx_zip.server.fields import Body, Many
+from mlx_zip.server.fields import Body, Fraction, Many, Size
 
 MOST_PACKS = 100
 
@@ -22,8 +22,6 @@ Title = Annotated[Words, Field(max_length=500)]
 Folder = Annotated[Words, Field(max_length=100)]
 Name = Annotated[Words, Field(min_length=1, max_length=1000)]
 PackNames = Annotated[Many[Name], Field(max_length=MOST_PACKS)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Limit = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
 
 
 class SamplingBody(Body):
@@ -34,7 +32,7 @@ class SamplingBody(Body):
     top_k: Annotated[int, Field(ge=0)] | None = None
     min_p: Fraction | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
-    max_tokens: Limit | None = None
+    max_tokens: Size | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
 
     @property
@@ -109,4 +107,4 @@ class RaceBody(Body):
     messages: Annotated[Many[RaceMessage], Field(min_length=1)] | None = None
     base: Name
     sampling: SamplingBody | None = None
-    max_tokens: Limit | None = None
+    max_tokens: Size | None = None

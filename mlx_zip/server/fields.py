@@ -34,6 +34,7 @@ MOST_STOPS = 32
 MOST_TOKENS = (1 << 31) - 1
 Many = Annotated[list[Item], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # reports only the first wrong item
 NonEmptyText = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Size = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Stops = Annotated[Many[NonEmptyText], Field(max_length=MOST_STOPS)]
 

@@ -13,6 +13,7 @@ from mlx_zip.server.fields import (
     OTHER,
     Body,
     BodyError,
+    Fraction,
     LenientBody,
     Many,
     OtherTool,
@@ -270,8 +271,8 @@ class MessagesBody(CountBody):
     max_tokens: Size
     stream: bool = False
     stop_sequences: Stops = Field(default_factory=list)
-    temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = Field(None, ge=0, le=1)
+    temperature: Fraction | None = None
+    top_p: Fraction | None = None
     top_k: int | None = Field(None, ge=0)
     container: None = None
 

@@ -16,6 +16,7 @@ from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
     Body,
     BodyError,
+    Fraction,
     NonEmptyText,
     PackNames,
     Size,
@@ -39,7 +40,6 @@ _RESERVED_OPTIONS = frozenset(
         "return_assistant_tokens_mask",
     }
 )
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 

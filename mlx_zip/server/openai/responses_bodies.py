@@ -13,6 +13,7 @@ from mlx_zip.server.fields import (
     OTHER,
     Body,
     BodyError,
+    Fraction,
     JsonObject,
     LenientBody,
     Many,
@@ -289,7 +290,7 @@ class ResponseBody(Body):
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
     max_output_tokens: Size | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
+    top_p: Fraction | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     pack: PackNames | None = None
     include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
