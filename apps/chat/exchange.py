@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.apps.chat.bodies import Folder, Name, PackNames, SamplingBody, Title, Words
-from mlx_zip.apps.chat.routes import PATH, require
+from mlx_zip.apps.chat.routes import PATH, Folder, Name, PackNames, SamplingBody, Title, Words, require
 from mlx_zip.apps.chat.store import CUT, Store, new_id
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, json_bytes

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 import mlx_zip
-from mlx_zip.apps.chat.bodies import FitBody, ModelBody
 from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.routes import Name, PackNames, Words
 from mlx_zip.apps.chat.running_answers import failure_frame
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.errors import GenerationError, MlxZipError
 from mlx_zip.packs.pack import as_pack
 from mlx_zip.server.core import Core
+from mlx_zip.server.fields import Body
 from mlx_zip.server.http import BodyRoute, event_bytes, json_response, stream_response
 from mlx_zip.text.prompts import encode_text
 
@@ -33,6 +35,19 @@ class Settings:
 
     system: str = ""
     ceiling: dict[str, float] | None = None
+
+
+class FitBody(Body):
+    """A prompt for which the app suggests a pack. packs: names of the packs that the prompt's conversation uses."""
+
+    text: Annotated[Words, Field(min_length=1)]
+    packs: PackNames = Field(default_factory=list)
+
+
+class ModelBody(Body):
+    """A model to open: the name of one of the app's models, a folder or a hub id."""
+
+    name: Name
 
 
 def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
