@@ -11,15 +11,17 @@ from __future__ import annotations
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     GetJsonSchemaHandler,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -134,17 +136,19 @@ class OtherTool(LenientBody):
         return (f"{self.type} {self.name}" if isinstance(self.name, str) else self.type)[:80]
 
 
-KNOWN, OTHER = "tool[known]", "tool[other]"  # brackets keep these tags out of the paths of fields
+_KNOWN, _OTHER = "tool[known]", "tool[other]"  # brackets keep these tags out of the paths of fields
+Known = Annotated[Item, Tag(_KNOWN)]
+Other = Annotated[OtherTool, Tag(_OTHER)]
 
 
-def tool_discriminator(kind: str) -> Callable[[Any], str]:
-    """Returns a pydantic discriminator: `KNOWN` for tools of type `kind` or without a type, `OTHER` for all others."""
+def known_if(kind: str) -> Discriminator:
+    """Returns a discriminator: tools of type `kind` or without a type are `Known`, all others `Other`."""
 
     def tag(given: Any) -> str:
         found = given.get("type") if isinstance(given, Mapping) else getattr(given, "type", None)
-        return OTHER if isinstance(found, str) and found != kind else KNOWN
+        return _OTHER if isinstance(found, str) and found != kind else _KNOWN
 
-    return tag
+    return Discriminator(tag)
 
 
 def at_most_fields(count: int) -> BeforeValidator:

@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.fields import (
-    KNOWN,
-    OTHER,
     Body,
     BodyError,
     Fraction,
+    Known,
     LenientBody,
     Many,
-    OtherTool,
+    Other,
     PackNames,
     Size,
     Stops,
     check_tools,
     join_system_messages,
+    known_if,
     left_out_labels,
     thinking_options,
-    tool_discriminator,
 )
 
 _TEXTS = ("content", "reasoning_content")  # fields of a message that are lists of pieces until `_join_pieces`
@@ -188,9 +187,7 @@ class CustomTool(Body):
         return Tool(self.name, self.description, self.input_schema, self.strict)
 
 
-AnyTool = Annotated[
-    Annotated[CustomTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(tool_discriminator("custom"))
-]
+AnyTool = Annotated[Known[CustomTool] | Other, known_if("custom")]
 
 
 class ToolChoice(Body):

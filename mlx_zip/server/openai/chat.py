@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,23 +27,22 @@ from mlx_zip.server.answers.turn import (
 )
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
-    KNOWN,
-    OTHER,
     Body,
     BodyError,
     JsonObject,
+    Known,
     LenientBody,
     Many,
-    OtherTool,
+    Other,
     PlainText,
     RefusalPart,
     Size,
     check_tools,
     join_system_messages,
+    known_if,
     left_out_labels,
     parse_arguments,
     thinking_options,
-    tool_discriminator,
 )
 from mlx_zip.server.http import (
     BodyRoute,
@@ -231,10 +230,7 @@ class FunctionTool(Body):
     function: Function
 
 
-AnyTool = Annotated[
-    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)],
-    Discriminator(tool_discriminator("function")),
-]
+AnyTool = Annotated[Known[FunctionTool] | Other, known_if("function")]
 
 
 class ChosenFunction(Body):

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 
 from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.fields import (
-    KNOWN,
-    OTHER,
     Body,
     BodyError,
     Fraction,
     JsonObject,
+    Known,
     LenientBody,
     Many,
-    OtherTool,
+    Other,
     PackNames,
     PlainText,
     RefusalPart,
@@ -25,11 +24,11 @@ from mlx_zip.server.fields import (
     at_most_fields,
     check_tools,
     join_system_messages,
+    known_if,
     left_out_labels,
     new_prefixed_id,
     parse_arguments,
     thinking_options,
-    tool_discriminator,
 )
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -197,10 +196,7 @@ class FunctionTool(Body):
         return Tool(self.name, self.description, self.parameters, self.strict)
 
 
-AnyTool = Annotated[
-    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)],
-    Discriminator(tool_discriminator("function")),
-]
+AnyTool = Annotated[Known[FunctionTool] | Other, known_if("function")]
 
 
 class NamedFunction(Body):
