@@ -196,10 +196,18 @@ def _union_match_quality(found: tuple[list[str], Any]) -> tuple[int, bool]:
     return len(found[0]), not found[1]["type"].endswith("_type")
 
 
+def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a call of a tool in the form that chat templates take."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def parse_arguments(text: str, param: str) -> dict[str, Any]:
-    """Returns the JSON object in a text. param: path of the text in the body. Raises `BodyError` if it is no object."""
+    """Returns the JSON object in a text, {} for no text. param: path of the text in the body.
+
+    Raises `BodyError` if the text is no JSON object.
+    """
     try:
-        value = from_json(text)
+        value = from_json(text or "{}")
     except ValueError as error:
         raise BodyError(f"the arguments are not JSON: {error}", param) from error
     if not isinstance(value, dict):

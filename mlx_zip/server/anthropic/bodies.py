@@ -23,6 +23,7 @@ from mlx_zip.server.fields import (
     join_system_messages,
     known_if,
     left_out_labels,
+    template_call,
     thinking_options,
 )
 
@@ -127,9 +128,7 @@ def _add_assistant_blocks(messages: list[dict[str, Any]], blocks: Sequence[Any],
                 answer.setdefault("reasoning_content", []).append(block.thinking)
             case ToolUse():
                 calls.add(block.id)
-                function = {"name": block.name, "arguments": block.input}
-                call = {"id": block.id, "type": "function", "function": function}
-                answer.setdefault("tool_calls", []).append(call)
+                answer.setdefault("tool_calls", []).append(template_call(block.id, block.name, block.input))
             case ToolResult():
                 raise BodyError("a tool_result belongs into a message of the user", f"{place}.{i}")
 

@@ -42,6 +42,7 @@ from mlx_zip.server.fields import (
     known_if,
     left_out_labels,
     parse_arguments,
+    template_call,
     thinking_options,
 )
 from mlx_zip.server.http import (
@@ -361,5 +362,5 @@ def _response_schema(form: PlainText | JsonObject | JsonSchema | None) -> dict[s
 
 def _call_for_template(call: Call, place: str) -> dict[str, Any]:
     """Returns a call in the form that chat templates take. Raises `BodyError` if its arguments are no JSON object."""
-    arguments = parse_arguments(call.function.arguments or "{}", f"{place}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    arguments = parse_arguments(call.function.arguments, f"{place}.function.arguments")
+    return template_call(call.id, call.function.name, arguments)

@@ -28,6 +28,7 @@ from mlx_zip.server.fields import (
     left_out_labels,
     new_prefixed_id,
     parse_arguments,
+    template_call,
     thinking_options,
 )
 
@@ -164,8 +165,7 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
     """Adds a call to the last message, or to a new one if the last is not the model's. place: path for errors."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    function = {"name": item["name"], "arguments": parse_arguments(item["arguments"] or "{}", place)}
-    call = {"id": item["call_id"], "type": "function", "function": function}
+    call = template_call(item["call_id"], item["name"], parse_arguments(item["arguments"], place))
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
