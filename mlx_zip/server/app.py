@@ -56,7 +56,6 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
     routes.append(_openapi_route(routes))
     origins = list(options.allowed_origins)
     browsers = Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"], allow_methods=["*"])
-    guards = [Middleware(Guard, options=options, refuse=refuse) for refuse in (host_or_origin_refusal, key_refusal)]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -67,9 +66,9 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
         routes=routes,
         middleware=[
             Middleware(RequestCounter, metrics=core.metrics),
-            guards[0],
+            Middleware(Guard, options=options, refuse=host_or_origin_refusal),
             *([browsers] if origins else []),
-            guards[1],
+            Middleware(Guard, options=options, refuse=key_refusal),
         ],
         exception_handlers={
             MlxZipError: _error_response,
