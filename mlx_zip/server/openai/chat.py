@@ -54,7 +54,6 @@ from mlx_zip.server.http import (
 from mlx_zip.server.openai.choices import (
     Answers,
     CompletionFields,
-    checked_template_options,
     completion_frames,
     gather_deltas,
     logprobs_json,
@@ -141,6 +140,19 @@ def _chunk_fields(asked: ChatBody, calls: Counter[int], index: int, delta: Delta
 
 # ---- request bodies, and the `Turn` made of a body
 
+_RESERVED_OPTIONS = frozenset(
+    {
+        "tools",
+        "chat_template",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "tokenizer_kwargs",
+        "return_assistant_tokens_mask",
+    }
+)
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -347,11 +359,18 @@ class ChatBody(CompletionFields):
             stop=self.stops,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_options=thinking_options(self.reasoning_effort)
-            | checked_template_options(self.chat_template_kwargs),
+            | _checked_template_options(self.chat_template_kwargs),
             pack=self.pack,
             show=self.mlx_zip.tokens,
             prediction="" if self.prediction is None else self.prediction.text,
         )
+
+
+def _checked_template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments in chat_template_kwargs. Raises `BodyError` if a request must not set one of them."""
+    if taken := sorted(given.keys() & _RESERVED_OPTIONS):
+        raise BodyError(f"{taken[0]} cannot be set here", "chat_template_kwargs")
+    return dict(given)
 
 
 def _response_schema(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:

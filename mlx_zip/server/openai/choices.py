@@ -27,19 +27,6 @@ from mlx_zip.server.http import check_model_name, comment_bytes, event_bytes
 
 PENALTY_WINDOW = 256  # default number of recent base tokens that a penalty looks at
 LEAST_LOGPROB = -9999.0  # reported in place of minus infinity, as OpenAI does
-_RESERVED_OPTIONS = frozenset(
-    {
-        "tools",
-        "chat_template",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "tokenizer_kwargs",
-        "return_assistant_tokens_mask",
-    }
-)
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -124,13 +111,6 @@ class CompletionFields(Body):
         width = core.engine.info.vocab_size
         if wrong := [key for key in self.logit_bias or {} if int(key) >= width]:
             raise BodyError(f"{wrong[0]} is no base id of this model, which has {width}", "logit_bias")
-
-
-def checked_template_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments in chat_template_kwargs. Raises `BodyError` if a request must not set one of them."""
-    if taken := sorted(given.keys() & _RESERVED_OPTIONS):
-        raise BodyError(f"{taken[0]} cannot be set here", "chat_template_kwargs")
-    return dict(given)
 
 
 # ---- answers
