@@ -39,10 +39,8 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
     async def listed(request: Request) -> Response:
         """Lists the conversations, the last changed first."""
         asked = request.query_params
-        limit, offset = (
-            _parse_number(asked.get("limit"), 50, MOST_LISTED),
-            _parse_number(asked.get("offset"), 0, 1 << 31),
-        )
+        limit = _parse_number(asked.get("limit", "50"), MOST_LISTED)
+        offset = _parse_number(asked.get("offset", "0"), 1 << 31)
         return json_response(await in_thread(store.conversations, asked.get("search", ""), limit, offset))
 
     async def create(request: Request, body: ConversationBody) -> Response:
@@ -159,9 +157,7 @@ def _check_parent(body: AnswerBody, path: list[dict[str, Any]]) -> None:
         raise RequestError(400, f"parent must be {wanted}", "invalid_request", "parent")
 
 
-def _parse_number(given: str | None, default: int, most: int) -> int:
-    if given is None:
-        return default
+def _parse_number(given: str, most: int) -> int:
     if not (given.isascii() and given.isdecimal() and len(given) < 12):
         raise RequestError(400, f"{given[:40]!r} is no number", "invalid_request")
     return min(int(given), most)
