@@ -12,13 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.apps.chat.bodies import Folder, Name, PackNames, SamplingBody, Title, Words
-from mlx_zip.apps.chat.routes import PATH, require
+from mlx_zip.apps.chat.routes import PATH, Folder, Name, PackNames, SamplingBody, Title, Words, require
 from mlx_zip.apps.chat.store import CUT, Store, new_id
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, json_bytes
 from mlx_zip.server.fields import Body, BodyError
-from mlx_zip.server.http import json_response, read_body, with_body_class
+from mlx_zip.server.http import BodyRoute, json_response
 
 FORMAT, VERSION = "mlx_zip conversations", 1
 MOST_TOKENS = 1_000_000  # per message
@@ -217,9 +216,8 @@ def routes(store: Store, core: Core) -> list[Route]:
         data = await core.run_in_thread(lambda: json_bytes(export_conversations(store.everything())))
         return _download_response(data, "application/json", "conversations.json")
 
-    async def import_all(request: Request) -> Response:
+    async def import_all(request: Request, body: ImportBody) -> Response:
         """Adds the conversations of an export."""
-        body = await read_body(request, core, ImportBody, MOST_BYTES)
         made = await core.run_in_thread(import_conversations, body)
         await core.run_in_thread(store.add, made)
         return json_response({"imported": len(made), "ids": [one["id"] for one in made]})
@@ -227,7 +225,7 @@ def routes(store: Store, core: Core) -> list[Route]:
     return [
         Route(PATH + "/{id}/export", export_one),
         Route("/app/api/export", export_all),
-        Route("/app/api/import", with_body_class(import_all, ImportBody), methods=["POST"]),
+        BodyRoute(core, "/app/api/import", ImportBody, import_all, most=MOST_BYTES),
     ]
 
 

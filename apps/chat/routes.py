@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import AfterValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.apps.chat.bodies import AnswerBody, ChangeBody, ConversationBody, RaceBody
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.running_answers import (
     RunningAnswers,
@@ -25,7 +25,8 @@ from mlx_zip.apps.chat.store import Store
 from mlx_zip.named import QUALITY
 from mlx_zip.server.answers.turn import Done, Turn, live_counts_json
 from mlx_zip.server.errors import RequestError
-from mlx_zip.server.http import json_response, read_body, stream_response, with_body_class
+from mlx_zip.server.fields import Body, Fraction, Many, Size
+from mlx_zip.server.http import BodyRoute, json_response, stream_response
 
 PATH = "/app/api/conversations"
 MOST_LISTED = 1000
@@ -38,15 +39,12 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
     async def listed(request: Request) -> Response:
         """Lists the conversations, the last changed first."""
         asked = request.query_params
-        limit, offset = (
-            _parse_number(asked.get("limit"), 50, MOST_LISTED),
-            _parse_number(asked.get("offset"), 0, 1 << 31),
-        )
+        limit = _parse_number(asked.get("limit", "50"), MOST_LISTED)
+        offset = _parse_number(asked.get("offset", "0"), 1 << 31)
         return json_response(await in_thread(store.conversations, asked.get("search", ""), limit, offset))
 
-    async def create(request: Request) -> Response:
+    async def create(request: Request, body: ConversationBody) -> Response:
         """Begins a conversation."""
-        body = await read_body(request, core, ConversationBody)
         fields = {"system": system, **body.fields_set}
         await in_thread(models.check_system, fields["system"], body.model)
         return json_response(await in_thread(store.create, fields), 201)
@@ -60,9 +58,8 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
         """Shows a conversation with its messages."""
         return json_response(require(await in_thread(store.conversation, request.path_params["id"])))
 
-    async def change(request: Request) -> Response:
+    async def change(request: Request, body: ChangeBody) -> Response:
         """Changes fields of a conversation."""
-        body = await read_body(request, core, ChangeBody)
         one = request.path_params["id"]
         if body.leaf is not None:
             require(await in_thread(store.message, one, body.leaf), "message")
@@ -82,21 +79,20 @@ def routes(store: Store, models: Models, answers: RunningAnswers, system: str) -
         """Stops the answers of a conversation."""
         return json_response({"stopped": answers.stop(request.path_params["id"])})
 
-    async def answer(request: Request) -> Response:
+    async def answer(request: Request, body: AnswerBody) -> Response:
         """Answers a message, or goes on with an answer, as an event stream."""
-        body = await read_body(request, core, AnswerBody)
         frames = _answer_frames(store, models, answers, request.path_params["id"], body)
         return await stream_response(request, core, encode_frames(frames), on_error=failure_frame)
 
     return [
         Route(PATH, listed),
-        Route(PATH, with_body_class(create, ConversationBody), methods=["POST"]),
+        BodyRoute(core, PATH, ConversationBody, create),
         Route(PATH, purge, methods=["DELETE"]),
         Route(PATH + "/{id}", show),
-        Route(PATH + "/{id}", with_body_class(change, ChangeBody), methods=["PATCH"]),
+        BodyRoute(core, PATH + "/{id}", ChangeBody, change, "PATCH"),
         Route(PATH + "/{id}", delete, methods=["DELETE"]),
         Route(PATH + "/{id}/stop", stop, methods=["POST"]),
-        Route(PATH + "/{id}/answer", with_body_class(answer, AnswerBody), methods=["POST"]),
+        BodyRoute(core, PATH + "/{id}/answer", AnswerBody, answer),
     ]
 
 
@@ -139,7 +135,7 @@ def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, 
         prefill=prefill or None,
         max_tokens=sampling.pop("max_tokens", max_tokens),
         sampling=sampling,
-        pack=tuple(conversation["packs"]) or None,
+        pack=conversation["packs"],
         show=True,
     )
 
@@ -161,9 +157,7 @@ def _check_parent(body: AnswerBody, path: list[dict[str, Any]]) -> None:
         raise RequestError(400, f"parent must be {wanted}", "invalid_request", "parent")
 
 
-def _parse_number(given: str | None, default: int, most: int) -> int:
-    if given is None:
-        return default
+def _parse_number(given: str, most: int) -> int:
     if not (given.isascii() and given.isdecimal() and len(given) < 12):
         raise RequestError(400, f"{given[:40]!r} is no number", "invalid_request")
     return min(int(given), most)
@@ -182,14 +176,13 @@ def require(value: Any, kind: str = "conversation") -> Any:
 def race_routes(store: Store, models: Models) -> list[Route]:
     """Returns the route of races."""
 
-    async def race(request: Request) -> Response:
+    async def race(request: Request, body: RaceBody) -> Response:
         """Answers a request with two models in turn, as an event stream."""
-        body = await read_body(request, models.main, RaceBody)
         return await stream_response(
             request, models.main, encode_frames(_race_frames(store, models, body)), on_error=failure_frame
         )
 
-    return [Route("/app/api/race", with_body_class(race, RaceBody), methods=["POST"])]
+    return [BodyRoute(models.main, "/app/api/race", RaceBody, race)]
 
 
 async def _race_frames(store: Store, models: Models, body: RaceBody) -> AsyncGenerator[dict[str, Any], None]:
@@ -238,3 +231,94 @@ async def _race_turn(store: Store, models: Models, body: RaceBody) -> Turn:
     return turn_of(
         models.main.options.max_tokens, conversation | {"sampling": conversation["sampling"] | sampling}, path
     )
+
+
+# ---- request bodies
+
+MOST_PACKS = 100
+
+
+def _check_unicode(text: str) -> str:
+    """Returns `text`. Raises `ValueError` if `text` has an unpaired surrogate, which UTF-8 cannot encode."""
+    text.encode()
+    return text
+
+
+Words = Annotated[str, AfterValidator(_check_unicode)]
+Title = Annotated[Words, Field(max_length=500)]
+Folder = Annotated[Words, Field(max_length=100)]
+Name = Annotated[Words, Field(min_length=1, max_length=1000)]
+PackNames = Annotated[Many[Name], Field(max_length=MOST_PACKS)]
+
+
+class SamplingBody(Body):
+    """How an answer is sampled. A field that is left out takes the value that the app was started with."""
+
+    temp: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Fraction | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    max_tokens: Size | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+
+    @property
+    def fields_set(self) -> dict[str, Any]:
+        """The fields that are not None, by name."""
+        return self.model_dump(exclude_none=True)
+
+
+class ConversationBody(Body):
+    """The fields of a new conversation; the base class of `ChangeBody`."""
+
+    title: Title | None = None
+    model: Name | None = None
+    system: Words | None = None
+    packs: PackNames | None = None
+    sampling: SamplingBody | None = None
+
+    @property
+    def fields_set(self) -> dict[str, Any]:
+        """The fields that are not None, by name, as `Store.create` and `Store.change` take them."""
+        return self.model_dump(exclude_none=True)
+
+
+class ChangeBody(ConversationBody):
+    """Changes to a stored conversation. A field that is None is not changed."""
+
+    draft: Words | None = None
+    leaf: Name | None = None
+    pinned: bool | None = None
+    folder: Folder | None = None
+
+
+class AnswerBody(Body):
+    """A request for an answer. parent: id of the message that the new messages follow. text: new user message to
+    answer; None: answer `parent`. continue: extend the answer `parent` instead of starting a new one.
+    """
+
+    parent: Name | None = None
+    text: Annotated[Words, Field(min_length=1)] | None = None
+    continues: bool = Field(default=False, alias="continue")
+    model: Name | None = None
+
+
+class RaceMessage(Body):
+    """A message of a race without a stored conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[Words, Field(min_length=1)]
+
+
+class RaceBody(Body):
+    """A request that two models answer: first the main model, then the model named `base`.
+
+    messages: the whole request; None: answer the user message `leaf` of the stored conversation `conversation`.
+    """
+
+    conversation: Name | None = None
+    leaf: Name | None = None
+    messages: Annotated[Many[RaceMessage], Field(min_length=1)] | None = None
+    base: Name
+    sampling: SamplingBody | None = None
+    max_tokens: Size | None = None

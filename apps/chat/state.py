@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 import mlx_zip
-from mlx_zip.apps.chat.bodies import FitBody, ModelBody
 from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.routes import Name, PackNames, Words
 from mlx_zip.apps.chat.running_answers import failure_frame
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.errors import GenerationError, MlxZipError
 from mlx_zip.packs.pack import as_pack
 from mlx_zip.server.core import Core
-from mlx_zip.server.http import event_bytes, json_response, read_body, stream_response, with_body_class
+from mlx_zip.server.fields import Body
+from mlx_zip.server.http import BodyRoute, event_bytes, json_response, stream_response
 from mlx_zip.text.prompts import encode_text
 
 MOST_FITTED = 20_000  # characters at the beginning of a prompt on which packs are compared
@@ -33,6 +35,19 @@ class Settings:
 
     system: str = ""
     ceiling: dict[str, float] | None = None
+
+
+class FitBody(Body):
+    """A prompt for which the app suggests a pack. packs: names of the packs that the prompt's conversation uses."""
+
+    text: Annotated[Words, Field(min_length=1)]
+    packs: PackNames = Field(default_factory=list)
+
+
+class ModelBody(Body):
+    """A model to open: the name of one of the app's models, a folder or a hub id."""
+
+    name: Name
 
 
 def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
@@ -54,22 +69,20 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
             }
         )
 
-    async def open_model(request: Request) -> Response:
+    async def open_model(request: Request, body: ModelBody) -> Response:
         """Opens a model, as an event stream that ends when it is open."""
-        body = await read_body(request, core, ModelBody)
         return await stream_response(request, core, _opening_frames(models, body.name), on_error=failure_frame)
 
-    async def fit(request: Request) -> Response:
+    async def fit(request: Request, body: FitBody) -> Response:
         """Says how many ids a prompt is read as, and with which pack it is read as the fewest."""
-        body = await read_body(request, core, FitBody)
         return json_response(
             await core.run_in_thread(_find_best_pack, core, body.text[:MOST_FITTED], core.resolve_pack(body.packs))
         )
 
     return [
         Route("/app/api/state", state),
-        Route("/app/api/fit", with_body_class(fit, FitBody), methods=["POST"]),
-        Route("/app/api/models", with_body_class(open_model, ModelBody), methods=["POST"]),
+        BodyRoute(core, "/app/api/fit", FitBody, fit),
+        BodyRoute(core, "/app/api/models", ModelBody, open_model),
     ]
 
 

@@ -24,7 +24,7 @@ from mlx_zip.server import sessions
 from mlx_zip.server.anthropic import messages
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, as_request_error, dialect_of, json_bytes
-from mlx_zip.server.http import ClientGone, check_model_name, json_response
+from mlx_zip.server.http import BodyRoute, ClientGone, check_model_name, json_response
 from mlx_zip.server.metrics import RequestCounter
 from mlx_zip.server.openai import chat, completions, responses
 from mlx_zip.server.options import Options
@@ -56,7 +56,6 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
     routes.append(_openapi_route(routes))
     origins = list(options.allowed_origins)
     browsers = Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"], allow_methods=["*"])
-    guards = [Middleware(Guard, options=options, refuse=refuse) for refuse in (host_or_origin_refusal, key_refusal)]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -67,9 +66,9 @@ def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
         routes=routes,
         middleware=[
             Middleware(RequestCounter, metrics=core.metrics),
-            guards[0],
+            Middleware(Guard, options=options, refuse=host_or_origin_refusal),
             *([browsers] if origins else []),
-            guards[1],
+            Middleware(Guard, options=options, refuse=key_refusal),
         ],
         exception_handlers={
             MlxZipError: _error_response,
@@ -265,18 +264,18 @@ _ANSWERS = {  # endpoint's attribute `answer` -> OpenAPI response
 
 
 def _openapi_document(routes: Sequence[BaseRoute]) -> dict[str, Any]:
-    """Returns the OpenAPI document of routes. An endpoint's attribute `body` is the class of its request bodies."""
+    """Returns the OpenAPI document of routes."""
     found = [route for route in routes if isinstance(route, Route)]
-    bodies = list(dict.fromkeys(body for route in found if (body := getattr(route.endpoint, "body", None))))
+    bodies = list(dict.fromkeys(route.body for route in found if isinstance(route, BodyRoute)))
     refs, schema = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
     parts = schema.get("$defs", {})
     paths: dict[str, Any] = {}
     for route in found:
-        body = getattr(route.endpoint, "body", None)
+        body = refs[(route.body, "validation")] if isinstance(route, BodyRoute) else None
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            operation = _openapi_operation(route, None if body is None else refs[(body, "validation")])
+            operation = _openapi_operation(route, body)
             paths.setdefault(route.path.replace(":path}", "}"), {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -299,7 +298,7 @@ def _openapi_operation(route: Route, body: Any) -> dict[str, Any]:
         ]
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    streams = "stream" in getattr(getattr(route.endpoint, "body", None), "model_fields", {})
+    streams = isinstance(route, BodyRoute) and "stream" in route.body.model_fields
     answer = _ANSWERS[getattr(route.endpoint, "answer", "stream" if streams else "json")]
     stopped = {"503": {"description": "The engine has stopped", "content": _JSON}} if route.path == "/health" else {}
     return operation | {"responses": {"200": answer, **stopped, "4XX": _ERROR, "5XX": _ERROR}}

@@ -85,9 +85,9 @@ def as_request_error(error: BaseException) -> RequestError:
     if isinstance(error, EngineStoppedError):
         return RequestError(503, str(error), "stopped", headers={"Retry-After": "5"})
     if isinstance(error, PromptTooLongError):
-        return RequestError(400, str(error), "context_length_exceeded", getattr(error, "param", None))
+        return RequestError(400, str(error), "context_length_exceeded")
     if isinstance(error, GenerationError):
-        return RequestError(400, str(error), "invalid_request", getattr(error, "param", None))
+        return RequestError(400, str(error), "invalid_request")
     if isinstance(error, MlxZipError):
         log.error("a request failed: %s", failure_reason(error))
         return RequestError(500, str(error), "failed")

@@ -11,21 +11,23 @@ from __future__ import annotations
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     GetJsonSchemaHandler,
+    Tag,
     ValidationError,
     model_validator,
 )
 from pydantic_core import CoreSchema, from_json
 
-from mlx_zip.errors import GenerationError
+from mlx_zip.server.errors import RequestError
 
 Some = TypeVar("Some", bound=BaseModel)
 Item = TypeVar("Item")
@@ -34,6 +36,7 @@ MOST_STOPS = 32
 MOST_TOKENS = (1 << 31) - 1
 Many = Annotated[list[Item], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # reports only the first wrong item
 NonEmptyText = Annotated[str, Field(min_length=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Size = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Stops = Annotated[Many[NonEmptyText], Field(max_length=MOST_STOPS)]
 
@@ -63,12 +66,11 @@ _FAULT_WORDS = {  # pydantic's name of an error -> what a client reads
 }
 
 
-class BodyError(GenerationError):
+class BodyError(RequestError):
     """A request's body is invalid or not supported. param: path of the field at fault, None for the whole body."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(f"{param}: {message}" if param else message)
-        self.param = param
+        super().__init__(400, f"{param}: {message}" if param else message, "invalid_request", param)
 
 
 class Body(BaseModel):
@@ -134,17 +136,19 @@ class OtherTool(LenientBody):
         return (f"{self.type} {self.name}" if isinstance(self.name, str) else self.type)[:80]
 
 
-KNOWN, OTHER = "tool[known]", "tool[other]"  # brackets keep these tags out of the paths of fields
+_KNOWN, _OTHER = "tool[known]", "tool[other]"  # brackets keep these tags out of the paths of fields
+Known = Annotated[Item, Tag(_KNOWN)]
+Other = Annotated[OtherTool, Tag(_OTHER)]
 
 
-def tool_discriminator(kind: str) -> Callable[[Any], str]:
-    """Returns a pydantic discriminator: `KNOWN` for tools of type `kind` or without a type, `OTHER` for all others."""
+def known_if(kind: str) -> Discriminator:
+    """Returns a discriminator: tools of type `kind` or without a type are `Known`, all others `Other`."""
 
     def tag(given: Any) -> str:
         found = given.get("type") if isinstance(given, Mapping) else getattr(given, "type", None)
-        return OTHER if isinstance(found, str) and found != kind else KNOWN
+        return _OTHER if isinstance(found, str) and found != kind else _KNOWN
 
-    return tag
+    return Discriminator(tag)
 
 
 def at_most_fields(count: int) -> BeforeValidator:
@@ -192,10 +196,18 @@ def _union_match_quality(found: tuple[list[str], Any]) -> tuple[int, bool]:
     return len(found[0]), not found[1]["type"].endswith("_type")
 
 
+def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a call of a tool in the form that chat templates take."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def parse_arguments(text: str, param: str) -> dict[str, Any]:
-    """Returns the JSON object in a text. param: path of the text in the body. Raises `BodyError` if it is no object."""
+    """Returns the JSON object in a text, {} for no text. param: path of the text in the body.
+
+    Raises `BodyError` if the text is no JSON object.
+    """
     try:
-        value = from_json(text)
+        value = from_json(text or "{}")
     except ValueError as error:
         raise BodyError(f"the arguments are not JSON: {error}", param) from error
     if not isinstance(value, dict):
@@ -223,11 +235,6 @@ def left_out_labels(tools: Sequence[Body], choice: str) -> tuple[str, ...]:
         i, tool = others[0]
         raise BodyError(f"the type {tool.type!r:.80} is not supported where a call is forced", f"tools.{i}.type")
     return tuple(tool.label for _, tool in others)
-
-
-def as_turn_pack(given: str | list[str] | None) -> str | tuple[str, ...] | None:
-    """Returns the value of `Turn.pack` for a request's field `pack`."""
-    return tuple(given) if isinstance(given, list) else given
 
 
 def join_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

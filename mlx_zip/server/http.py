@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from mlx_zip.errors import first_message_line
 from mlx_zip.files import refuse_json_constant
@@ -38,6 +39,29 @@ def check_model_name(core: Core, name: str) -> None:
     if name not in (core.model, "default_model"):
         message = f"there is no model {name!r}; this server has {core.model!r} alone"
         raise RequestError(404, message, "model_not_found", "model")
+
+
+class BodyRoute(Route):
+    """A route whose requests have a JSON body, which `answer` gets as an instance of the class `body`.
+
+    method: the HTTP method. most: maximum bytes of a body, None for `max_body_bytes` of the options.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        path: str,
+        body: type[Kind],
+        answer: Callable[[Request, Kind], Awaitable[Response]],
+        method: str = "POST",
+        most: int | None = None,
+    ) -> None:
+        async def endpoint(request: Request) -> Response:
+            return await answer(request, await read_body(request, core, body, most))
+
+        endpoint.__doc__ = answer.__doc__
+        super().__init__(path, endpoint, methods=[method])
+        self.body = body
 
 
 async def read_body(request: Request, core: Core, kind: type[Kind], most: int | None = None) -> Kind:
@@ -171,12 +195,6 @@ async def _wait_for_disconnect(request: Request) -> None:
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Returns a response with a value as JSON."""
     return Response(json_bytes(value), status, media_type="application/json", headers=dict(headers or {}))
-
-
-def with_body_class(endpoint: Any, body: type | None) -> Any:
-    """Sets `endpoint.body`, the pydantic class of request bodies, for the OpenAPI document; returns the endpoint."""
-    endpoint.body = body
-    return endpoint
 
 
 async def stream_response(

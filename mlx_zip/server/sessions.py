@@ -17,7 +17,7 @@ from mlx_zip.errors import EngineError, EngineStoppedError, UnknownSessionError
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError
 from mlx_zip.server.fields import Body
-from mlx_zip.server.http import json_response, read_body, with_body_class
+from mlx_zip.server.http import BodyRoute, json_response
 
 Some = TypeVar("Some")
 PATH = "/v1/mlx_zip/sessions"
@@ -56,17 +56,15 @@ def session_routes(core: Core) -> list[Route]:
         await _call_engine_in_thread(core, core.engine.drop_session, request.path_params["name"])
         return json_response({"deleted": 1})
 
-    async def save(request: Request) -> Response:
+    async def save(request: Request, asked: SaveBody) -> Response:
         """Writes a session to a file."""
-        asked = await read_body(request, core, SaveBody)
         await _call_engine_in_thread(
             core, core.engine.save_session, asked.session, _session_file_path(core, asked.file)
         )
         return json_response({"file": asked.file})
 
-    async def load(request: Request) -> Response:
+    async def load(request: Request, asked: LoadBody) -> Response:
         """Loads the session in a file."""
-        asked = await read_body(request, core, LoadBody)
         return json_response(
             asdict(await _call_engine_in_thread(core, core.engine.load_session, _session_file_path(core, asked.file)))
         )
@@ -74,8 +72,8 @@ def session_routes(core: Core) -> list[Route]:
     return [
         Route(PATH, show, methods=["GET"]),
         Route(PATH, purge, methods=["DELETE"]),
-        Route(f"{PATH}/save", with_body_class(save, SaveBody), methods=["POST"]),
-        Route(f"{PATH}/load", with_body_class(load, LoadBody), methods=["POST"]),
+        BodyRoute(core, f"{PATH}/save", SaveBody, save),
+        BodyRoute(core, f"{PATH}/load", LoadBody, load),
         Route(f"{PATH}/{{name}}", drop, methods=["DELETE"]),
     ]
 

@@ -8,8 +8,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from mlx_zip.server.fields import parse_body
+from mlx_zip.server.openai.responses import ResponseBuilder
 from mlx_zip.server.openai.responses_bodies import ResponseBody
-from mlx_zip.server.openai.responses_events import ResponseBuilder
 from support.answers import ANSWERS, BEGINNINGS
 
 EVENT = TypeAdapter(ResponseStreamEvent)

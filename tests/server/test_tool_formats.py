@@ -9,6 +9,8 @@ from mlx_zip.server.answers.constraint import make_grammar_constraint
 from mlx_zip.server.answers.splitter import Splitter
 from mlx_zip.server.answers.tool_formats import messages_for_template, openai_tools, tool_format
 from mlx_zip.server.answers.turn import Tool, ToolCall, Turn
+from mlx_zip.server.fields import parse_body
+from mlx_zip.server.openai.chat import Message
 from mlx_zip.text.prompts import Chat
 from support.tool_templates import KINDS, template, with_tools, wrapped
 
@@ -65,8 +67,9 @@ def test_tools_reach_the_template_in_openais_shape():
 
 
 def test_messages_have_content_and_arguments_are_maps():
-    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    given = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [parse_body(Message, given).as_template_message("messages.1")]
     tokenizer = with_tools()
     text = Chat([{"role": "user", "content": "hi"}, *messages_for_template(tokenizer, messages)]).text(tokenizer)
     assert f"<|im_start|>assistant\n{WRITTEN['json_tools']}<|im_end|>\n" in text

@@ -176,7 +176,7 @@ class Splitter:
 
     def _read_text(self, final: bool) -> bool:
         self._skip_space()
-        start = self._call_start
+        start = "" if self._format is None or self._has_all_calls else self._format.start
         at = self._held.find(start) if start else -1
         if at < 0:
             shown = self._length_before_mark(self._held, start) if start else len(self._held)
@@ -195,7 +195,8 @@ class Splitter:
 
     def _read_call(self, final: bool) -> bool:
         """Within a call, which is held until it is complete."""
-        form, most = self._known_format, self._body + MOST_CALL_CHARACTERS
+        form, most = self._format, self._body + MOST_CALL_CHARACTERS
+        assert form is not None
         end = self._find_call_end(form)
         if 0 <= end <= most:
             self._emit_calls(form, self._held[self._body : end], end + len(form.end))
@@ -248,17 +249,8 @@ class Splitter:
     # Parts of the held text.
 
     @property
-    def _call_start(self) -> str:
-        return "" if self._format is None or self._has_all_calls else self._format.start
-
-    @property
     def _has_all_calls(self) -> bool:
         return self.called and not self._turn.parallel_tool_calls
-
-    @property
-    def _known_format(self) -> ToolFormat:
-        assert self._format is not None
-        return self._format
 
     def _length_before_mark(self, text: str, mark: str) -> int:
         return _length_without_space(text[: len(text) - partial_mark_length(text, (mark,))])

@@ -104,34 +104,27 @@ def openai_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def messages_for_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages in the form that the model's chat template takes: missing content becomes "".
+def messages_for_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Returns messages in the form that the model's chat template takes.
 
     Mistral's templates take only call ids of 9 letters and digits; any other call id is replaced by a hash of itself.
     """
-    short = "[TOOL_CALLS]" in chat_template(tokenizer)
-    return [_message_for_template(message, _mistral_call_id if short else str) for message in messages]
+    if "[TOOL_CALLS]" not in chat_template(tokenizer):
+        return messages
+    return [_with_mistral_ids(message) for message in messages]
 
 
-def _message_for_template(message: Mapping[str, Any], new_id: Callable[[str], str]) -> dict[str, Any]:
-    """Returns a message with "" for missing content. new_id: function from a call id to the id that replaces it."""
-    changed = {"content": "", **message}
-    if changed["content"] is None:
-        changed["content"] = ""
-    if calls := changed.get("tool_calls"):
-        changed["tool_calls"] = [{**call, "id": new_id(call["id"])} if "id" in call else call for call in calls]
-    if isinstance(changed.get("tool_call_id"), str):
-        changed["tool_call_id"] = new_id(changed["tool_call_id"])
-    return changed
+def _with_mistral_ids(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "tool_calls" in message:
+        calls = [{**call, "id": _mistral_call_id(call["id"])} for call in message["tool_calls"]]
+        return {**message, "tool_calls": calls}
+    if "tool_call_id" in message:
+        return {**message, "tool_call_id": _mistral_call_id(message["tool_call_id"])}
+    return message
 
 
 def _mistral_call_id(name: str) -> str:
     return name if len(name) == 9 and name.isalnum() else sha256(name.encode()).hexdigest()[:9]
-
-
-def new_call_id() -> str:
-    """Returns a new random id for a tool call."""
-    return f"call_{uuid4().hex[:24]}"
 
 
 def _make_tool_call(found: Mapping[str, Any]) -> ToolCall:
@@ -139,7 +132,7 @@ def _make_tool_call(found: Mapping[str, Any]) -> ToolCall:
     name, arguments = found["name"], found.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
         raise ValueError("no call")
-    return ToolCall(new_call_id(), name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    return ToolCall(f"call_{uuid4().hex[:24]}", name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
 def _parse_json_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

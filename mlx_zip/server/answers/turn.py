@@ -36,7 +36,7 @@ class Turn:
     for any JSON object. max_tokens: maximum base tokens, -1 for the rest of the context. sampling: fields of
     `Sampling`. stop: stop strings. logprobs: number of likely tokens to report per token, None for no
     log-probabilities. template_options: further arguments of the chat template. pack: name of a pack, or names of packs
-    to merge in this order; None for the model's own pack. show: whether each `Text` has its tokens, and deltas
+    to merge in this order; None or no names for the default pack. show: whether each `Text` has its tokens, and deltas
     `LearnedEntries` and `Counted` are sent. prediction: likely text of the answer, used for drafts; it never changes
     the answer.
     """
@@ -54,7 +54,7 @@ class Turn:
     stop: Sequence[str] = ()
     logprobs: int | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    pack: str | tuple[str, ...] | None = None
+    pack: str | Sequence[str] | None = None
     show: bool = False
     prediction: str = ""
 

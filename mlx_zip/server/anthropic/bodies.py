@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.fields import (
-    KNOWN,
-    OTHER,
     Body,
     BodyError,
+    Fraction,
+    Known,
     LenientBody,
     Many,
-    OtherTool,
+    Other,
     PackNames,
     Size,
     Stops,
-    as_turn_pack,
     check_tools,
     join_system_messages,
+    known_if,
     left_out_labels,
+    template_call,
     thinking_options,
-    tool_discriminator,
 )
 
 _TEXTS = ("content", "reasoning_content")  # fields of a message that are lists of pieces until `_join_pieces`
@@ -128,9 +128,7 @@ def _add_assistant_blocks(messages: list[dict[str, Any]], blocks: Sequence[Any],
                 answer.setdefault("reasoning_content", []).append(block.thinking)
             case ToolUse():
                 calls.add(block.id)
-                function = {"name": block.name, "arguments": block.input}
-                call = {"id": block.id, "type": "function", "function": function}
-                answer.setdefault("tool_calls", []).append(call)
+                answer.setdefault("tool_calls", []).append(template_call(block.id, block.name, block.input))
             case ToolResult():
                 raise BodyError("a tool_result belongs into a message of the user", f"{place}.{i}")
 
@@ -188,9 +186,7 @@ class CustomTool(Body):
         return Tool(self.name, self.description, self.input_schema, self.strict)
 
 
-AnyTool = Annotated[
-    Annotated[CustomTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)], Discriminator(tool_discriminator("custom"))
-]
+AnyTool = Annotated[Known[CustomTool] | Other, known_if("custom")]
 
 
 class ToolChoice(Body):
@@ -271,8 +267,8 @@ class MessagesBody(CountBody):
     max_tokens: Size
     stream: bool = False
     stop_sequences: Stops = Field(default_factory=list)
-    temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = Field(None, ge=0, le=1)
+    temperature: Fraction | None = None
+    top_p: Fraction | None = None
     top_k: int | None = Field(None, ge=0)
     container: None = None
 
@@ -295,7 +291,7 @@ def make_messages_turn(body: CountBody) -> Turn:
         parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
         schema=output.schema_ if output else None,
         template_options=thinking_options(body.output_config.effort) | thinking,
-        pack=as_turn_pack(body.pack),
+        pack=body.pack,
         **(_limits_and_sampling(body) if isinstance(body, MessagesBody) else {}),
     )
 

@@ -19,23 +19,21 @@ from mlx_zip.server.core import Core
 from mlx_zip.server.errors import ANTHROPIC, RequestError
 from mlx_zip.server.fields import new_prefixed_id
 from mlx_zip.server.http import (
+    BodyRoute,
     check_model_name,
     comment_bytes,
     events_bytes,
     json_response,
-    read_body,
     run_unless_client_gone,
     stream_response,
-    with_body_class,
 )
 
 
 def messages_routes(core: Core) -> list[Route]:
     """Returns the routes of the Messages API."""
 
-    async def messages(request: Request) -> Response:
+    async def messages(request: Request, body: MessagesBody) -> Response:
         """Answers a conversation."""
-        body = await read_body(request, core, MessagesBody)
         check_model_name(core, body.model)
         turn, builder = make_messages_turn(body), MessageBuilder(body, core.model)
         if body.stream:
@@ -46,16 +44,15 @@ def messages_routes(core: Core) -> list[Route]:
         response.headers["request-id"] = new_prefixed_id("req")
         return response
 
-    async def count_tokens(request: Request) -> Response:
+    async def count_tokens(request: Request, body: CountBody) -> Response:
         """Counts the base tokens of a conversation."""
-        body = await read_body(request, core, CountBody)
         check_model_name(core, body.model)
         ids = await run_unless_client_gone(request, core.prompt_ids(make_messages_turn(body)))
         return json_response({"input_tokens": len(ids)}, headers={"request-id": new_prefixed_id("req")})
 
     return [
-        Route("/v1/messages", with_body_class(messages, MessagesBody), methods=["POST"]),
-        Route("/v1/messages/count_tokens", with_body_class(count_tokens, CountBody), methods=["POST"]),
+        BodyRoute(core, "/v1/messages", MessagesBody, messages),
+        BodyRoute(core, "/v1/messages/count_tokens", CountBody, count_tokens),
     ]
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.engine import Counted
 from mlx_zip.server.answers.turn import (
+    Delta,
     Done,
-    LearnedEntries,
     Reasoning,
     Text,
     TokenLogprob,
@@ -27,141 +27,132 @@ from mlx_zip.server.answers.turn import (
 )
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
-    KNOWN,
-    OTHER,
     Body,
     BodyError,
     JsonObject,
+    Known,
     LenientBody,
     Many,
-    OtherTool,
+    Other,
     PlainText,
     RefusalPart,
     Size,
     check_tools,
     join_system_messages,
+    known_if,
     left_out_labels,
     parse_arguments,
+    template_call,
     thinking_options,
-    tool_discriminator,
 )
 from mlx_zip.server.http import (
-    comment_bytes,
-    event_bytes,
+    BodyRoute,
     json_response,
-    read_body,
     run_unless_client_gone,
     stream_response,
-    with_body_class,
 )
 from mlx_zip.server.openai.choices import (
-    DONE_FRAME,
-    Choice,
+    Answers,
     CompletionFields,
-    checked_template_options,
-    choice_ends,
-    completion_head,
-    gather_choices,
+    completion_frames,
+    gather_deltas,
     logprobs_json,
-    total_counts,
-    total_usage,
+    whole_completion,
 )
 
 
 def chat_routes(core: Core) -> list[Route]:
     """Returns the routes of chat completions."""
 
-    async def chat_completions(request: Request) -> Response:
+    async def chat_completions(request: Request, asked: ChatBody) -> Response:
         """Answers a conversation, as OpenAI's chat completions do; mlx_zip.tokens: true adds the answer's tokens."""
-        asked = await read_body(request, core, ChatBody)
-        turns = asked.turns(core)
+        answers = core.answers(asked.turns(core))
         if asked.stream:
-            return await stream_response(request, core, _ChatStream(core, asked).frames(turns))
-        return json_response(await run_unless_client_gone(request, _whole_chat_completion(core, asked, turns)))
+            head = ("chatcmpl", "chat.completion.chunk")
+            frames = completion_frames(core, asked, head, answers, partial(_chunk_fields, asked, Counter()))
+            return await stream_response(request, core, frames)
+        return json_response(await run_unless_client_gone(request, _whole_chat_completion(core, asked, answers)))
 
     paths = ("/v1/chat/completions", "/chat/completions")
-    return [Route(path, with_body_class(chat_completions, ChatBody), methods=["POST"]) for path in paths]
+    return [BodyRoute(core, path, ChatBody, chat_completions) for path in paths]
 
 
-async def _whole_chat_completion(core: Core, asked: ChatBody, turns: Sequence[Turn]) -> dict[str, Any]:
-    choices = await gather_choices(core, turns)
-    done = choice_ends(choices)
-    shown = {"tokens": [shown_token_json(one) for one in choices[0].tokens]} if asked.mlx_zip.tokens else {}
-    return {
-        **completion_head(core, "chatcmpl", "chat.completion"),
-        "choices": [_chat_choice_json(i, choice, asked.logprobs) for i, choice in enumerate(choices)],
-        "usage": total_usage(done, asked.n),
-        "mlx_zip": vendor_json(done[0], total_counts(done, asked.n)) | shown,
-    }
+async def _whole_chat_completion(core: Core, asked: ChatBody, answers: Answers) -> dict[str, Any]:
+    gathered = await gather_deltas(answers, asked.n)
+    choices = [_chat_choice_json(asked, i, deltas) for i, deltas in enumerate(gathered)]
+    found = whole_completion(core, asked, ("chatcmpl", "chat.completion"), choices, gathered)
+    if asked.mlx_zip.tokens:
+        texts = [delta for delta in gathered[0] if isinstance(delta, Text)]
+        found["mlx_zip"]["tokens"] = [shown_token_json(token) for text in texts for token in text.tokens]
+    return found
 
 
-def _chat_choice_json(index: int, choice: Choice, with_logprobs: bool) -> dict[str, Any]:
-    content = choice.text if choice.texts or not choice.calls else None
+def _chat_choice_json(asked: ChatBody, index: int, deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Returns a choice that is not streamed. deltas: the whole answer."""
+    texts = [delta for delta in deltas if isinstance(delta, Text)]
+    thoughts = [delta.text for delta in deltas if isinstance(delta, Reasoning)]
+    calls = [_tool_call_json(delta) for delta in deltas if isinstance(delta, ToolCall)]
+    content = "".join(text.text for text in texts) if texts or not calls else None
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if choice.thoughts:
-        message["reasoning_content"] = "".join(choice.thoughts)
-    if choice.calls:
-        message["tool_calls"] = [_tool_call_json(call) for call in choice.calls]
-    logprobs = _chat_logprobs_json(choice.logprobs) if with_logprobs else None
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    logprobs = _chat_logprobs_json(asked, [one for text in texts for one in text.logprobs])
+    reason = next(delta.reason for delta in deltas if isinstance(delta, Done))
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _chat_logprobs_json(found: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {"content": logprobs_json(found), "refusal": None}
+def _chat_logprobs_json(asked: ChatBody, found: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    return {"content": logprobs_json(found), "refusal": None} if asked.logprobs else None
 
 
 def _tool_call_json(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-class _ChatStream:
-    """The chunks of one streamed chat completion."""
-
-    def __init__(self, core: Core, asked: ChatBody) -> None:
-        self._core, self._asked = core, asked
-        self._head = completion_head(core, "chatcmpl", "chat.completion.chunk")
-        self._end = {"usage": None} if asked.include_usage else {}
-        self._calls: dict[int, int] = {}  # choice -> index of its last call
-        self._done: dict[int, Done] = {}
-
-    async def frames(self, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._core.answers(turns)) as answers:
-            async for index, delta in answers:
-                if not isinstance(delta, LearnedEntries | Counted):
-                    yield self._delta_frame(index, delta)
-        if self._asked.include_usage:
-            done = [self._done[i] for i in sorted(self._done)]
-            yield event_bytes({**self._head, "choices": [], "usage": total_usage(done, self._asked.n)})
-        yield DONE_FRAME
-
-    def _delta_frame(self, index: int, delta: Text | Waiting | Reasoning | ToolCall | Done) -> bytes:
-        if isinstance(delta, Text):
-            logprobs = _chat_logprobs_json(delta.logprobs) if self._asked.logprobs else None
-            shown = {"mlx_zip": {"tokens": [shown_token_json(one) for one in delta.tokens]}} if delta.tokens else None
-            return self._chunk_frame(index, {"content": delta.text}, more=shown, logprobs=logprobs)
-        if isinstance(delta, Waiting):
-            if delta.total:
-                return comment_bytes(f"reading the prompt {delta.read}/{delta.total}")
-            if delta.waits_for:
-                return comment_bytes("waiting for another model's answers to end")
-            return self._chunk_frame(index, {"role": "assistant", "content": ""})
-        if isinstance(delta, Reasoning):
-            return self._chunk_frame(index, {"reasoning_content": delta.text})
-        if isinstance(delta, ToolCall):
-            nth = self._calls[index] = self._calls.get(index, -1) + 1
-            return self._chunk_frame(index, {"tool_calls": [{"index": nth, **_tool_call_json(delta)}]})
-        self._done[index] = delta
-        return self._chunk_frame(index, {}, delta.reason, {"mlx_zip": vendor_json(delta)})
-
-    def _chunk_frame(
-        self, index: int, delta: Any, reason: str | None = None, more: Any = None, logprobs: Any = None
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event_bytes({**self._head, "choices": [choice], **self._end, **(more or {})})
+def _chunk_fields(asked: ChatBody, calls: Counter[int], index: int, delta: Delta) -> dict[str, Any] | str | None:
+    """Returns what `completion_frames` sends for a delta. calls: number of calls of each choice so far."""
+    part: dict[str, Any] = {}
+    logprobs, reason, more = None, None, {}
+    match delta:
+        case Waiting() if delta.total:
+            return f"reading the prompt {delta.read}/{delta.total}"
+        case Waiting() if delta.waits_for:
+            return "waiting for another model's answers to end"
+        case Waiting():
+            part = {"role": "assistant", "content": ""}
+        case Text():
+            part, logprobs = {"content": delta.text}, _chat_logprobs_json(asked, delta.logprobs)
+            if delta.tokens:
+                more = {"mlx_zip": {"tokens": [shown_token_json(token) for token in delta.tokens]}}
+        case Reasoning():
+            part = {"reasoning_content": delta.text}
+        case ToolCall():
+            part = {"tool_calls": [{"index": calls[index], **_tool_call_json(delta)}]}
+            calls[index] += 1
+        case Done():
+            reason, more = delta.reason, {"mlx_zip": vendor_json(delta)}
+        case _:
+            return None
+    return {"choices": [{"index": index, "delta": part, "logprobs": logprobs, "finish_reason": reason}], **more}
 
 
 # ---- request bodies, and the `Turn` made of a body
 
+_RESERVED_OPTIONS = frozenset(
+    {
+        "tools",
+        "chat_template",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "tokenizer_kwargs",
+        "return_assistant_tokens_mask",
+    }
+)
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
@@ -252,10 +243,7 @@ class FunctionTool(Body):
     function: Function
 
 
-AnyTool = Annotated[
-    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)],
-    Discriminator(tool_discriminator("function")),
-]
+AnyTool = Annotated[Known[FunctionTool] | Other, known_if("function")]
 
 
 class ChosenFunction(Body):
@@ -371,11 +359,18 @@ class ChatBody(CompletionFields):
             stop=self.stops,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_options=thinking_options(self.reasoning_effort)
-            | checked_template_options(self.chat_template_kwargs),
-            pack=self.chosen_pack,
+            | _checked_template_options(self.chat_template_kwargs),
+            pack=self.pack,
             show=self.mlx_zip.tokens,
             prediction="" if self.prediction is None else self.prediction.text,
         )
+
+
+def _checked_template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments in chat_template_kwargs. Raises `BodyError` if a request must not set one of them."""
+    if taken := sorted(given.keys() & _RESERVED_OPTIONS):
+        raise BodyError(f"{taken[0]} cannot be set here", "chat_template_kwargs")
+    return dict(given)
 
 
 def _response_schema(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
@@ -386,5 +381,5 @@ def _response_schema(form: PlainText | JsonObject | JsonSchema | None) -> dict[s
 
 def _call_for_template(call: Call, place: str) -> dict[str, Any]:
     """Returns a call in the form that chat templates take. Raises `BodyError` if its arguments are no JSON object."""
-    arguments = parse_arguments(call.function.arguments or "{}", f"{place}.function.arguments")
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    arguments = parse_arguments(call.function.arguments, f"{place}.function.arguments")
+    return template_call(call.id, call.function.name, arguments)

@@ -1,47 +1,32 @@
-"""Defines request fields, choices, usage and log-probabilities that several OpenAI endpoints have in common."""
+"""What chat completions and completions share: request fields, chunks of a stream, usage and log-probabilities."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from mlx_zip.engine import Counts
-from mlx_zip.server.answers.turn import Delta, Done, Reasoning, ShownToken, Text, TokenLogprob, ToolCall, Turn
+from mlx_zip.server.answers.turn import Done, TokenLogprob, vendor_json
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
     Body,
     BodyError,
+    Fraction,
     NonEmptyText,
     PackNames,
     Size,
     Stops,
-    as_turn_pack,
     at_most_fields,
 )
-from mlx_zip.server.http import check_model_name
+from mlx_zip.server.http import check_model_name, comment_bytes, event_bytes
 
-DONE_FRAME = b"data: [DONE]\n\n"
 PENALTY_WINDOW = 256  # default number of recent base tokens that a penalty looks at
 LEAST_LOGPROB = -9999.0  # reported in place of minus infinity, as OpenAI does
-_RESERVED_OPTIONS = frozenset(
-    {
-        "tools",
-        "chat_template",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "tokenizer_kwargs",
-        "return_assistant_tokens_mask",
-    }
-)
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -97,11 +82,6 @@ class CompletionFields(Body):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     @property
-    def chosen_pack(self) -> str | tuple[str, ...] | None:
-        """The value of `Turn.pack`."""
-        return as_turn_pack(self.pack)
-
-    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -133,66 +113,66 @@ class CompletionFields(Body):
             raise BodyError(f"{wrong[0]} is no base id of this model, which has {width}", "logit_bias")
 
 
-def checked_template_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments in chat_template_kwargs. Raises `BodyError` if a request must not set one of them."""
-    if taken := sorted(given.keys() & _RESERVED_OPTIONS):
-        raise BodyError(f"{taken[0]} cannot be set here", "chat_template_kwargs")
-    return dict(given)
-
-
 # ---- answers
 
 
-class Choice:
-    """One answer, gathered from deltas. done: the last delta, None until the answer has ended."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.thoughts: list[str] = []
-        self.calls: list[ToolCall] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.tokens: list[ShownToken] = []
-        self.done: Done | None = None
-
-    def add_delta(self, delta: Delta) -> None:
-        """Adds a delta."""
-        if isinstance(delta, Text):
-            self.texts.append(delta.text)
-            self.logprobs += delta.logprobs
-            self.tokens += delta.tokens
-        elif isinstance(delta, Reasoning):
-            self.thoughts.append(delta.text)
-        elif isinstance(delta, ToolCall):
-            self.calls.append(delta)
-        elif isinstance(delta, Done):
-            self.done = delta
-
-    @property
-    def text(self) -> str:
-        """The answer's text."""
-        return "".join(self.texts)
-
-    @property
-    def reason(self) -> str | None:
-        """Why the answer has ended, None before."""
-        return None if self.done is None else self.done.reason
+Answers = AsyncGenerator[tuple[int, Any], None]  # (index of a choice, delta), as `Core.answers` returns them
 
 
-async def gather_choices(core: Core, turns: Sequence[Turn]) -> list[Choice]:
-    """Returns the whole answers to `turns`. Raises what `Core.answers` raises."""
-    choices = [Choice() for _ in turns]
-    async with aclosing(core.answers(turns)) as answers:
+async def gather_deltas(answers: Answers, count: int) -> list[list[Any]]:
+    """Returns the deltas of each of `count` whole answers. Raises what `answers` raises."""
+    found: list[list[Any]] = [[] for _ in range(count)]
+    async with aclosing(answers):
         async for index, delta in answers:
-            choices[index].add_delta(delta)
-    return choices
+            found[index].append(delta)
+    return found
 
 
-def choice_ends(choices: Sequence[Choice]) -> list[Done]:
-    """Returns the `Done` of each choice that has ended."""
-    return [choice.done for choice in choices if choice.done is not None]
+async def completion_frames(
+    core: Core,
+    asked: CompletionFields,
+    head: tuple[str, str],
+    answers: Answers,
+    make_fields: Callable[[int, Any], dict[str, Any] | str | None],
+) -> AsyncGenerator[bytes, None]:
+    """Yields the frames of a streamed completion, then its usage if the request asks for it, and the end mark.
+
+    head: prefix of the completion's id, and the kind of its chunks. make_fields: function from a choice's index and a
+    delta to the other fields of a chunk, the text of a comment, or None for no frame. Raises what `answers` raises.
+    """
+    first = {**_completion_head(core, *head), "choices": [], **({"usage": None} if asked.include_usage else {})}
+    done: dict[int, Done] = {}
+    async with aclosing(answers):
+        async for index, delta in answers:
+            if isinstance(delta, Done):
+                done[index] = delta
+            fields = make_fields(index, delta)
+            if fields is not None:
+                yield comment_bytes(fields) if isinstance(fields, str) else event_bytes({**first, **fields})
+    if asked.include_usage:
+        yield event_bytes({**first, "usage": total_usage([done[i] for i in sorted(done)], asked.n)})
+    yield b"data: [DONE]\n\n"
 
 
-def completion_head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
+def whole_completion(
+    core: Core,
+    asked: CompletionFields,
+    head: tuple[str, str],
+    choices: list[dict[str, Any]],
+    answers: Sequence[Sequence[Any]],
+) -> dict[str, Any]:
+    """Returns a completion that is not streamed. head: prefix of its id, and its kind. answers: see `gather_deltas`."""
+    done = [delta for deltas in answers for delta in deltas if isinstance(delta, Done)]
+    figures = vendor_json(done[0], total_counts(done, asked.n))
+    return {
+        **_completion_head(core, *head),
+        "choices": choices,
+        "usage": total_usage(done, asked.n),
+        "mlx_zip": figures,
+    }
+
+
+def _completion_head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
     """Returns the first fields of a completion, or of each chunk of a streamed one. prefix: prefix of the new id."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -18,24 +19,17 @@ from mlx_zip.server.answers.turn import Delta, Done, Text, TokenLogprob, Turn, W
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import MOST_TOKENS, BodyError, Many, NonEmptyText
 from mlx_zip.server.http import (
-    comment_bytes,
-    event_bytes,
+    BodyRoute,
     json_response,
-    read_body,
     run_unless_client_gone,
     stream_response,
-    with_body_class,
 )
 from mlx_zip.server.openai.choices import (
-    DONE_FRAME,
     LEAST_LOGPROB,
-    Choice,
     CompletionFields,
-    choice_ends,
-    completion_head,
-    gather_choices,
-    total_counts,
-    total_usage,
+    completion_frames,
+    gather_deltas,
+    whole_completion,
 )
 from mlx_zip.text.token_facts import TokenTexts, count_characters
 
@@ -83,7 +77,7 @@ class CompletionBody(CompletionFields):
                 sampling=self.sampling(choice),
                 stop=self.stops,
                 logprobs=self.logprobs,
-                pack=self.chosen_pack,
+                pack=self.pack,
             )
             for prompt in self.prompts
             for choice in range(self.n)
@@ -93,38 +87,34 @@ class CompletionBody(CompletionFields):
 def completions_routes(core: Core) -> list[Route]:
     """Returns the route of completions."""
 
-    async def completions(request: Request) -> Response:
+    async def completions(request: Request, asked: CompletionBody) -> Response:
         """Continues a text, as OpenAI's completions do."""
-        asked = await read_body(request, core, CompletionBody)
         turns = asked.turns(core)
+        parts, head = _answer_parts(core, asked, turns), ("cmpl", "text_completion")
         if asked.stream:
-            return await stream_response(request, core, _completion_frames(core, asked, turns))
-        return json_response(await run_unless_client_gone(request, _whole_text_completion(core, asked, turns)))
+            frames = completion_frames(core, asked, head, parts, partial(_chunk_fields, asked, [0] * len(turns)))
+            return await stream_response(request, core, frames)
+        gathered = await run_unless_client_gone(request, gather_deltas(parts, len(turns)))
+        choices = [_text_choice_json(asked, i, one) for i, one in enumerate(gathered)]
+        return json_response(whole_completion(core, asked, head, choices, gathered))
 
-    return [Route("/v1/completions", with_body_class(completions, CompletionBody), methods=["POST"])]
+    return [BodyRoute(core, "/v1/completions", CompletionBody, completions)]
 
 
-async def _whole_text_completion(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> dict[str, Any]:
+async def _answer_parts(
+    core: Core, asked: CompletionBody, turns: Sequence[Turn]
+) -> AsyncGenerator[tuple[int, Echo | Delta], None]:
+    """Yields the echoes, if the request asks for them, and the deltas of all answers, as `Core.answers` does."""
     echoes = await _make_echoes(core, asked, turns)
-    choices = (
-        [echo.choice_without_answer() for echo in echoes]
-        if asked.max_tokens == 0
-        else await gather_choices(core, turns)
-    )
-    done, found = choice_ends(choices), []
-    for i, choice in enumerate(choices):
-        echo = echoes[i] if echoes else Echo("", 0)
-        # with an echo, an eos counts too: some clients drop the last token, others cut the prompt off by its length
-        unshown = choice.done.unshown if echoes and choice.done else ()
-        tokens = [*echo.tokens, *map(_text_token, (*choice.logprobs, *unshown))]
-        logprobs = None if asked.logprobs is None else _text_logprobs_json(tokens, echo.begin)
-        found.append(_text_choice_json(i, echo.text + choice.text, logprobs, choice.reason))
-    return {
-        **_text_completion_head(core),
-        "choices": found,
-        "usage": total_usage(done, asked.n),
-        "mlx_zip": vendor_json(done[0], total_counts(done, asked.n)),
-    }
+    for index, echo in enumerate(echoes):
+        yield index, echo
+    if asked.max_tokens == 0:
+        for index, echo in enumerate(echoes):
+            yield index, Done("length", Counts(prompt_tokens=echo.count))
+        return
+    async with aclosing(core.answers(turns)) as answers:
+        async for one in answers:
+            yield one
 
 
 async def _make_echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> list[Echo]:
@@ -142,12 +132,28 @@ async def _make_echoes(core: Core, asked: CompletionBody, turns: Sequence[Turn])
     return [echo for echo in found for _ in range(asked.n)]
 
 
-def _text_completion_head(core: Core) -> dict[str, Any]:
-    return completion_head(core, "cmpl", "text_completion")
-
-
-def _text_choice_json(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+def _text_choice_json(
+    asked: CompletionBody, index: int, parts: Sequence[Echo | Delta], begin: int = 0
+) -> dict[str, Any]:
+    """Returns a choice that has parts of an answer. begin: number of characters before these parts."""
+    text = "".join(part.text for part in parts if isinstance(part, Echo | Text))
+    tokens = [token for part in parts for token in _part_tokens(asked, part)]
+    reason = next((part.reason for part in parts if isinstance(part, Done)), None)
+    if isinstance(parts[0], Echo):
+        begin = parts[0].begin
+    logprobs = None if asked.logprobs is None else _text_logprobs_json(tokens, begin)
     return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _part_tokens(asked: CompletionBody, part: Echo | Delta) -> Sequence[_TextToken]:
+    match part:
+        case Echo():
+            return part.tokens
+        case Text():
+            return [_text_token(one) for one in part.logprobs]
+        case Done() if asked.echo:  # an eos counts too: some clients drop the last token, others cut the prompt off
+            return [_text_token(one) for one in part.unshown]
+    return ()
 
 
 def _text_token(one: TokenLogprob) -> _TextToken:
@@ -172,41 +178,17 @@ def _text_logprobs_json(tokens: Sequence[_TextToken], begin: int) -> dict[str, A
     }
 
 
-async def _completion_frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
-    first, null = _text_completion_head(core), {"usage": None} if asked.include_usage else {}
-    echoes, done = await _make_echoes(core, asked, turns), {}
-    lengths = [len(echo.text) for echo in echoes] or [0] * len(turns)
-
-    def frame(index: int, delta: Delta) -> bytes:
-        if isinstance(delta, Text):
-            tokens = [_text_token(one) for one in delta.logprobs]
-            logprobs = None if asked.logprobs is None else _text_logprobs_json(tokens, lengths[index])
-            lengths[index] += len(delta.text)
-            return event_bytes({**first, "choices": [_text_choice_json(index, delta.text, logprobs, None)], **null})
-        if isinstance(delta, Done):
-            done[index] = delta
-            figures = {"mlx_zip": vendor_json(delta)}
-            unshown = [_text_token(one) for one in delta.unshown] if echoes else []
-            last = _text_logprobs_json(unshown, lengths[index]) if unshown else None
-            return event_bytes(
-                {**first, "choices": [_text_choice_json(index, "", last, delta.reason)], **null, **figures}
-            )
-        waiting = delta if isinstance(delta, Waiting) else Waiting(0, 0)
-        return comment_bytes(f"reading the prompt {waiting.read}/{waiting.total}" if waiting.total else "waiting")
-
-    for index, echo in enumerate(echoes):
-        logprobs = None if asked.logprobs is None else _text_logprobs_json(echo.tokens, echo.begin)
-        yield event_bytes({**first, "choices": [_text_choice_json(index, echo.text, logprobs, None)], **null})
-    if asked.max_tokens == 0:
-        for index, echo in enumerate(echoes):
-            yield frame(index, *choice_ends([echo.choice_without_answer()]))
-    else:
-        async with aclosing(core.answers(turns)) as answers:
-            async for index, delta in answers:
-                yield frame(index, delta)
-    if asked.include_usage:
-        yield event_bytes({**first, "choices": [], "usage": total_usage([done[i] for i in sorted(done)], asked.n)})
-    yield DONE_FRAME
+def _chunk_fields(asked: CompletionBody, lengths: list[int], index: int, part: Echo | Delta) -> dict[str, Any] | str:
+    """Returns what `completion_frames` sends for a part of an answer. lengths: characters of each choice so far."""
+    if isinstance(part, Waiting):
+        return f"reading the prompt {part.read}/{part.total}" if part.total else "waiting"
+    choice = _text_choice_json(asked, index, [part], lengths[index])
+    lengths[index] += len(choice["text"])
+    if not isinstance(part, Done):
+        return {"choices": [choice]}
+    if not _part_tokens(asked, part):
+        choice["logprobs"] = None
+    return {"choices": [choice], "mlx_zip": vendor_json(part)}
 
 
 # ---- echoes: prompts that are sent back with their answers, with log-probabilities if requested
@@ -244,12 +226,6 @@ class Echo:
     def begin(self) -> int:
         """Offset of the first token in the text, in characters; below 0 if tokens such as bos are before the text."""
         return len(self.text) - sum(one.characters for one in self.tokens)
-
-    def choice_without_answer(self) -> Choice:
-        """Returns the choice of a request that asks for the echo only."""
-        choice = Choice()
-        choice.done = Done("length", Counts(prompt_tokens=self.count))
-        return choice
 
 
 async def _score_echo(core: Core, turn: Turn, ids: Sequence[int]) -> Echo:

@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 
 from mlx_zip.server.answers.turn import Tool, Turn
 from mlx_zip.server.fields import (
-    KNOWN,
-    OTHER,
     Body,
     BodyError,
+    Fraction,
     JsonObject,
+    Known,
     LenientBody,
     Many,
-    OtherTool,
+    Other,
     PackNames,
     PlainText,
     RefusalPart,
     Size,
-    as_turn_pack,
     at_most_fields,
     check_tools,
     join_system_messages,
+    known_if,
     left_out_labels,
     new_prefixed_id,
     parse_arguments,
+    template_call,
     thinking_options,
-    tool_discriminator,
 )
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -165,8 +165,7 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: st
     """Adds a call to the last message, or to a new one if the last is not the model's. place: path for errors."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    function = {"name": item["name"], "arguments": parse_arguments(item["arguments"] or "{}", place)}
-    call = {"id": item["call_id"], "type": "function", "function": function}
+    call = template_call(item["call_id"], item["name"], parse_arguments(item["arguments"], place))
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
@@ -197,10 +196,7 @@ class FunctionTool(Body):
         return Tool(self.name, self.description, self.parameters, self.strict)
 
 
-AnyTool = Annotated[
-    Annotated[FunctionTool, Tag(KNOWN)] | Annotated[OtherTool, Tag(OTHER)],
-    Discriminator(tool_discriminator("function")),
-]
+AnyTool = Annotated[Known[FunctionTool] | Other, known_if("function")]
 
 
 class NamedFunction(Body):
@@ -290,7 +286,7 @@ class ResponseBody(Body):
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
     max_output_tokens: Size | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
+    top_p: Fraction | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     pack: PackNames | None = None
     include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
@@ -359,5 +355,5 @@ def make_response_turn(body: ResponseBody, items: Sequence[Mapping[str, Any]], b
         sampling={name: value for name, value in sampling.items() if value is not None},
         logprobs=body.logprobs,
         template_options=thinking_options(body.reasoning.effort),
-        pack=as_turn_pack(body.pack),
+        pack=body.pack,
     )
