@@ -88,14 +88,6 @@ def test_ids_of_a_text_are_measured_with_a_vocabularys_file(capsys, tmp_path, te
     assert found[0]["ids"] == 300
 
 
-@pytest.mark.parametrize("missing", ["--text", "--tokenizer"])
-def test_text_and_tokenizer_are_needed(tmp_path, text, missing):
-    given = flags(tmp_path, text)
-    at = given.index(missing)
-    with pytest.raises(MlxZipError, match="codec_latency needs --text and --tokenizer"):
-        run_bench(codec_figure.run, parse(*given[:at], *given[at + 2 :]))
-
-
 def test_a_text_that_is_too_short_is_refused(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(TEXT)

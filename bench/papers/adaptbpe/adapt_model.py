@@ -29,13 +29,15 @@ from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
 from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
-from mlx_zip.errors import DataError, MlxZipError
+from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import count_window_bits, cut_scored_windows, ratio_standard_error
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapt_vocabulary, count_words
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base_vocabulary
+
+from .compression_utility import add_train_and_test_flags, check_equal_names
 
 CONTEXT = 1024
 
@@ -45,20 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     flag = default_flags(add)
     flag("--model", "stories-base", "plain or zip2zip model to adapt: a folder or the name of a bundled model")
-    add(
-        "--train",
-        nargs="+",
-        default=[],
-        metavar="NAME=FILE",
-        help="texts to adapt to, each with a name; FILE as in `bench tokens --text`",
-    )
-    add(
-        "--test",
-        nargs="+",
-        default=[],
-        metavar="NAME=FILE",
-        help="held-out texts to measure bits per byte on; each NAME must also be in --train",
-    )
+    add_train_and_test_flags(add, "measure bits per byte on")
     add_separator_flag(add)
     flag("--shares", [0.25, 0.5, 0.75], "shares of the tokenizer's merges to keep, between 0 and 1", metavar="SHARE")
     add(
@@ -76,14 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields a record per text, share and method. Raises `MlxZipError` if a flag or file cannot be used."""
-    if not args.train:
-        raise MlxZipError("--train is missing")
     if wrong := [share for share in args.shares if not 0 < share < 1]:
         raise MlxZipError(f"--shares {wrong[0]:g} is not between 0 and 1")
     train = read_domains(args.train, args.limit_train_bytes, args.separator)
     test = read_domains(args.test, args.limit_bytes, args.separator)
-    if train.keys() != test.keys():
-        raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
+    check_equal_names(train, test)
     models = AdaptedModels(args)
     for name, corpus in train.items():
         words = count_words(models.base.splitter, [document.text for document in corpus.documents])

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,20 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="tokenizer to adapt, of any kind that `mlx_zip vocab adapt learn` reads",
     )
-    add(
-        "--train",
-        nargs="+",
-        required=True,
-        metavar="NAME=FILE",
-        help="texts to adapt to, each with a name; FILE as in `bench tokens --text`",
-    )
-    add(
-        "--test",
-        nargs="+",
-        required=True,
-        metavar="NAME=FILE",
-        help="held-out texts to count tokens in; each NAME must also be in --train",
-    )
+    add_train_and_test_flags(add, "count tokens in")
     flag("--merges", [2000, 5000, 15000], "numbers of merges to keep, measured one by one", metavar="N")
     flag("--margin", 0, "make a swap of merges only if it saves more than N tokens of --train", metavar="N")
     flag("--trials", 5, "timed calls per measurement")
@@ -66,8 +53,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """
     check_flags_at_least(args, 1, "trials")
     train, test = join_texts(args.train), join_texts(args.test)
-    if train.keys() != test.keys():
-        raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
+    check_equal_names(train, test)
     base = read_base_vocabulary(args.tokenizer)
     if base.splitter.pieces not in PIECES:
         raise MlxZipError(f"{base.name}: its text is cut by the tokenizers library, so there is no speed to compare")
@@ -76,6 +62,19 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for n in args.merges:
             yield head | measure_utility(base, train[name], test[name], n, args.margin, args.trials)
         yield head | measure_encoding(base, train[name], min(args.merges), args.trials)
+
+
+def add_train_and_test_flags(add: Any, purpose: str) -> None:
+    """Declares --train and --test, which name texts. purpose: what the texts of --test are for, for the help."""
+    named: dict[str, Any] = {"nargs": "+", "required": True, "metavar": "NAME=FILE"}
+    add("--train", help="texts to adapt to, each with a name; FILE as in `bench tokens --text`", **named)
+    add("--test", help=f"held-out texts to {purpose}; each NAME must also be in --train", **named)
+
+
+def check_equal_names(train: Mapping[str, Any], test: Mapping[str, Any]) -> None:
+    """Raises `DataError` unless --train and --test name the same texts."""
+    if train.keys() != test.keys():
+        raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
 
 
 def join_texts(texts: list[str]) -> dict[str, str]:

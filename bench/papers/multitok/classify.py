@@ -70,10 +70,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--train",
         type=Path,
+        required=True,
         metavar="FILE",
         help="labelled texts to train on: .jsonl with the fields text and label, or .tsv of text and label, also .gz",
     )
-    add("--test", type=Path, metavar="FILE", help="labelled texts to measure accuracy on, in the formats of --train")
+    add(
+        "--test",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="labelled texts to measure accuracy on, in the formats of --train",
+    )
     add(
         "--tokenizer",
         help="vocabulary file of `bench tokens`; phrases are made of its ids (default: phrases are made of words)",
@@ -100,7 +107,8 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     Raises `MlxZipError` if a flag or file cannot be used, before any training.
     """
     settings = check_flags(args)
-    train, test = read_texts(args)
+    train = read_labelled(args.train).first_texts(args.samples, args.words)
+    test = read_labelled(args.test).first_texts(args.test_samples, args.words)
     name, units, split = units_of_texts(args.tokenizer, [*train.texts, *test.texts])
     pieces = [[split(text) for text in part.texts] for part in (train, test)]
     classes = sorted({*train.labels, *test.labels})
@@ -135,18 +143,11 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:
     """Checks the flags and returns the settings of --settings. Raises `MlxZipError` if a flag is invalid."""
-    if missing := [f"--{name}" for name in ("train", "test") if getattr(args, name) is None]:
-        raise MlxZipError(f"{' and '.join(missing)} missing")
     check_flags_at_least(args, 1, *_COUNTS)
     check_flags_at_least(args, 0, "seeds")
     if not 0 < args.learning_rate < float("inf"):
         raise MlxZipError(f"--learning-rate must be above 0, got {args.learning_rate}")
     return [EncodingSetting.parse(text) for text in args.settings]
-
-
-def read_texts(args: argparse.Namespace) -> tuple[LabelledTexts, LabelledTexts]:
-    train = read_labelled(args.train).first_texts(args.samples, args.words)
-    return train, read_labelled(args.test).first_texts(args.test_samples, args.words)
 
 
 # ---- labelled texts, and their encodings by the settings of the paper's table I

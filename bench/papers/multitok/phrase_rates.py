@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench multitok` to a parser."""
     add = parser.add_argument
     flag = default_flags(add)
-    add("--text", nargs="+", metavar="FILE", help="texts to learn phrases from: .txt or .jsonl, also .gz")
+    add(
+        "--text", nargs="+", required=True, metavar="FILE", help="texts to learn phrases from: .txt or .jsonl, also .gz"
+    )
     add(
         "--held-out",
         nargs="+",
@@ -79,8 +81,6 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
-    if not args.text:
-        raise MlxZipError("--text is missing")
     check_flags_at_least(args, 1, "trials")
     if args.tokenizer and args.only == "speed":
         raise MlxZipError("--only speed measures words: leave --tokenizer out")

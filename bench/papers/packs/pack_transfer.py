@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench pack_transfer` to a parser."""
     add = parser.add_argument
     flag = default_flags(add)
-    add_models(add, required=True)
+    add_models(add)
     add(
         "--codebook-size",
         type=int,

@@ -44,11 +44,13 @@ _TRAINING = (  # flags that are also fields of `TrainSettings`
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench ablations` to a parser."""
     add = parser.add_argument
-    add("--model", help="plain model to start every setting from: a folder or a hub id")
-    add("--data", nargs="+", metavar="FILE", help="texts to train on, in any format of `mlx_zip prepare --data`")
-    add("--valid", nargs="+", metavar="FILE", help="held-out texts to evaluate on; each is a column of the tables")
+    texts: dict[str, Any] = {"nargs": "+", "required": True, "metavar": "FILE"}
+    add("--model", required=True, help="plain model to start every setting from: a folder or a hub id")
+    add("--data", help="texts to train on, in any format of `mlx_zip prepare --data`", **texts)
+    add("--valid", help="held-out texts to evaluate on; each is a column of the tables", **texts)
     add(
         "--out",
+        required=True,
         metavar="DIR",
         help=f"folder to write prepared data, training runs and results ({LINES}) to; the same command "
         "continues an interrupted run",
@@ -105,9 +107,6 @@ def run(args: argparse.Namespace) -> int:
     Returns 0. A signal that stops training ends the process with exit status 130 or 143; the same command continues the
     run. Raises `MlxZipError` if a flag or file cannot be used.
     """
-    for name in ("model", "data", "valid", "out"):
-        if not getattr(args, name):
-            raise MlxZipError(f"--{name} is missing")
     lines = Path(args.out) / LINES
     measure_all(args, lines)
     print(tables_7_and_8(AblationResults(read_lines(lines))))

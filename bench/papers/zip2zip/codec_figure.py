@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench codec_latency` to a parser."""
     add = parser.add_argument
     flag = default_flags(add)
-    add("--text", nargs="+", metavar="FILE", help="texts to tokenize and compress, .txt or .jsonl")
-    add("--tokenizer", help="tokenizer of --text: a folder, a hub id or a vocabulary file")
+    add("--text", nargs="+", required=True, metavar="FILE", help="texts to tokenize and compress, .txt or .jsonl")
+    add("--tokenizer", required=True, help="tokenizer of --text: a folder, a hub id or a vocabulary file")
     flag("--trials", 9, "timed calls per measurement")
 
 
@@ -46,8 +46,6 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """
     check_flags_at_least(args, 1, "trials")
     load_before_bench()
-    if args.text is None or args.tokenizer is None:
-        raise MlxZipError("codec_latency needs --text and --tokenizer")
     corpus = read_corpus(args.text)
     text = "\n".join(document.text for document in corpus.documents).encode("utf-8")
     sizes = [size for size in SIZES if size <= len(text)]
