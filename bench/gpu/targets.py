@@ -8,11 +8,11 @@ reading is a larger share of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from mlx_zip.bench.records import Record
+from mlx_zip.bench.records import Record, lines_with
 
 Cases = dict[str, float]  # case, such as a shape or a text -> figure
 
@@ -24,7 +24,7 @@ def step_records_of(records: Sequence[Record], engine: str, rows: str = "warm") 
     named = lambda one: f"{one['model']['name']} {one['model']['precision']}"
     return {
         named(one): one
-        for one in records_of_bench(records, "nvidia-steps")
+        for one in lines_with(records, bench="nvidia-steps")
         if (one["engine"], one["rows"]) == (engine, rows)
     }
 
@@ -66,7 +66,7 @@ def kernel_speedup_over_reference(start: str) -> Callable[[Sequence[Record]], Ca
 
 
 def kernels_named(records: Sequence[Record], start: str) -> Iterator[tuple[str, Record]]:
-    for one in records_of_bench(records, "nvidia-kernels"):
+    for one in lines_with(records, bench="nvidia-kernels"):
         if one["kernel"].startswith(start):
             yield f"{one['model']['name']} {one['kernel']}", one
 
@@ -111,7 +111,7 @@ def weights_key(record: Record) -> list[Any]:
 def whole_requests_of(records: Sequence[Record], engine: str) -> list[Record]:
     return [
         one
-        for one in records_of_bench(records, "generate")
+        for one in lines_with(records, bench="generate")
         if one["engine"] == engine and one["mode"] == "replay" and one["setting"]["rows"] == "warm"
     ]
 
@@ -123,19 +123,15 @@ def checks_that_hold(start: str) -> Callable[[Sequence[Record]], Cases]:
     """Returns a function that gives each check whose name begins with `start` the figure 1 if it holds, else 0."""
     return lambda records: {
         one["check"]: float(one["holds"])
-        for one in records_of_bench(records, "nvidia-checks")
+        for one in lines_with(records, bench="nvidia-checks")
         if one["check"].startswith(start)
     }
 
 
 def bfloat16_logits_error(records: Sequence[Record]) -> Cases:
     return {
-        one["check"]: one["value"] for one in records_of_bench(records, "nvidia-checks") if one.get("value") is not None
+        one["check"]: one["value"] for one in lines_with(records, bench="nvidia-checks") if one.get("value") is not None
     }
-
-
-def records_of_bench(records: Iterable[Record], bench: str) -> list[Record]:
-    return [one for one in records if one["bench"] == bench]
 
 
 # ---- targets

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from mlx_zip.bench.gpu.targets import TARGETS as JUDGED
-from mlx_zip.bench.gpu.targets import records_of_bench
-from mlx_zip.bench.records import Columns, Record, make_column_table
+from mlx_zip.bench.records import Columns, Record, Tables, lines_with, make_column_table
 
 # names of records and of their tables
 STEPS, REQUESTS, KERNELS, TARGETS = "nvidia-steps", "nvidia-requests", "nvidia-kernels", "nvidia-targets"
@@ -54,10 +53,9 @@ TARGET_COLUMNS: Columns = (
     ("worst case", lambda line: line["worst"] or ""),
     ("verdict", "{verdict}"),
 )
-TABLES = {
-    STEPS: make_column_table(STEPS, STEP_COLUMNS, partial(records_of_bench, bench=STEPS)),
-    REQUESTS: make_column_table(REQUESTS, REQUEST_COLUMNS, partial(records_of_bench, bench="generate")),
-    KERNELS: make_column_table(KERNELS, KERNEL_COLUMNS, partial(records_of_bench, bench=KERNELS)),
+TABLES: Tables = {
+    STEPS: make_column_table(STEPS, STEP_COLUMNS, partial(lines_with, bench=STEPS)),
+    REQUESTS: make_column_table(REQUESTS, REQUEST_COLUMNS, partial(lines_with, bench="generate")),
+    KERNELS: make_column_table(KERNELS, KERNEL_COLUMNS, partial(lines_with, bench=KERNELS)),
     TARGETS: make_column_table(TARGETS, TARGET_COLUMNS, lines_of_targets),
 }
-PICTURES: dict[str, object] = {}

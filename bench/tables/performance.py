@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from mlx_zip.bench.generation.ratios import Ratio, figure_ratio, median_with_interval, paired_ratio
-from mlx_zip.bench.records import Record, Records, libraries_cell, machines_table, table
+from mlx_zip.bench.records import Record, Records, Tables, libraries_cell, machines_table, table
 
 PROFILES = {  # name of a row -> record of `bench profile`
     "bundled model, 8 bit, rows cold": "profile-stories-cold",
@@ -334,7 +334,7 @@ def stream_rows(name: str, servers: Mapping[str, Any]) -> Iterator[list[str]]:
     yield serving_row(f"{name}: gain of zip over base's", quotient, "{:.2f}", 0.9, most=False)
 
 
-TABLES: dict[str, Callable[[Records], str]] = {
+TABLES: Tables = {
     "codec": codec_table,
     "speed": bundled_speed_table,
     "steps": step_ratio_table,
@@ -347,4 +347,3 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "targets": targets_table,
     "records": record_machines_table,
 }
-PICTURES = {}

@@ -7,13 +7,10 @@ The records are `smollm2`, from `recipes/smollm2` (stages `measure` and `frontie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Record, Records, table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mlx_zip.bench.plots import Figure, Pictures, new_figure
+from mlx_zip.bench.records import Record, Records, Tables, table
 
 RECORD = "smollm2"
 CHAT_PACK = "bits-chat-pack"  # a part of the record
@@ -183,7 +180,7 @@ def picture(records: Records) -> Figure:
     return figure
 
 
-TABLES = {
+TABLES: Tables = {
     "smollm2-bits": bits_table,
     "smollm2-growth": growth_table,
     "smollm2-rates": rates_table,
@@ -193,4 +190,4 @@ TABLES = {
     "smollm2-mlx-lm": mlx_lm_table,
     "smollm2-frontier": frontier_table,
 }
-PICTURES = {"docs/reports/smollm2.svg": picture}
+PICTURES: Pictures = {"docs/reports/smollm2.svg": picture}

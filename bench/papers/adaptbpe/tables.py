@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from mlx_zip.bench.plots import new_figure
+from mlx_zip.bench.plots import Figure, Pictures, new_figure
 from mlx_zip.bench.records import (
     Cell,
     Columns,
     Record,
     Records,
+    Tables,
     column_table,
+    lines_with,
     machines_table,
     make_column_table,
     median_and_range,
     table,
 )
 from mlx_zip.errors import MlxZipError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 TEXTS = {
     "pubmedqa": "PubMedQA",
@@ -54,13 +52,9 @@ LISTS = {"gpt2": "GPT-2", "cl100k_base": "cl100k"}
 COLUMNS = {"first_k": "first-k", "top_k": "top-k", "replay": "adapted"}  # keys of `bench adaptbpe`
 
 
-def lines_measuring(what: str, lines: Sequence[Record]) -> list[Record]:
-    return [line for line in lines if line["what"] == what]
-
-
 def utility_table(records: Records) -> str:
     rows, shown = [], ""
-    for line in lines_measuring("utility", records.lines("adaptbpe")):
+    for line in lines_with(records.lines("adaptbpe"), what="utility"):
         first = line["text"] != shown
         shown = line["text"]
         found = bold_best([line["utility"][name] for name in COLUMNS])
@@ -76,7 +70,7 @@ def bold_best(values: Sequence[float]) -> list[str]:
 
 
 def _speed_table(records: Records) -> str:
-    lines = lines_measuring("encoding", records.lines("adaptbpe"))
+    lines = lines_with(records.lines("adaptbpe"), what="encoding")
     heads = {
         "tokenizers": "`tokenizers`",
         "whole_list": "whole list",
@@ -135,7 +129,7 @@ def _over_top_k_table(records: Records) -> str:
 
     Cells are differences of utility in percentage points.
     """
-    lines = lines_measuring("utility", records.lines("adaptbpe-wide"))
+    lines = lines_with(records.lines("adaptbpe-wide"), what="utility")
     sizes = sorted({line["merges"] for line in lines})
     found: dict[tuple[str, str], dict[int, str]] = {}
     for line in lines:
@@ -182,7 +176,7 @@ def curve_of_method(shares: Any, method: str, key: str) -> tuple[list[float], li
     return list(x), list(y)
 
 
-TABLES: dict[str, Callable[[Records], str]] = {
+TABLES: Tables = {
     "adapt-utility": utility_table,
     "adapt-over-top-k": _over_top_k_table,
     "adapt-speed": _speed_table,
@@ -190,4 +184,4 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-where": make_column_table("adapt_model", SPLIT_COLUMNS, adapted_lines),
     "adapt-machines": lambda records: machines_table(records, RECORDS),
 }
-PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": utility_and_bits_figure}
+PICTURES: Pictures = {"docs/reports/adaptbpe.svg": utility_and_bits_figure}
