@@ -9,7 +9,8 @@ import pytest
 
 from mlx_zip.bench import codec, recording
 from mlx_zip.bench.papers.zip2zip import codec_figure
-from mlx_zip.bench.papers.zip2zip.codec_figure import latency_figure, measure_latency
+from mlx_zip.bench.papers.zip2zip.codec_figure import measure_latency
+from mlx_zip.bench.papers.zip2zip.compression_tables import latency_figure
 from mlx_zip.bench.recording import run_bench
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
