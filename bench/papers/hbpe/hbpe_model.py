@@ -27,7 +27,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.arguments import add_limit_bytes_flag, default_flags
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
 from mlx_zip.bench.machine import describe_mlx_device
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
@@ -77,13 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     flag = default_flags(add)
     add("--train", required=True, metavar="FILE", help="text to train on: .txt or .jsonl, also .gz")
-    add(
-        "--test",
-        required=True,
-        metavar="FILE",
-        help="held-out text to measure bits per byte on, of the same kinds",
-    )
-    add("--separator", help="line that ends a document of --train and --test (default: each file is one document)")
+    add("--test", required=True, metavar="FILE", help="held-out text to measure bits per byte on, of the same kinds")
+    add_separator_flag(add)
     add(
         "--recipe",
         choices=RECIPES,
@@ -110,22 +105,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag("--context", 64, "tokens of --tokenizer per training window")
     flag("--batch-size", 16, "windows per training step")
-    add(
-        "--latent",
-        type=parse_tower,
-        default=Tower(2, 96, 256, 4),
-        metavar="LAYERS,WIDTH,FFN,HEADS",
-        help="sizes of the main transformer: layers, width, feed-forward width, attention heads; equal widens it "
-        "(default: 2,96,256,4)",
-    )
-    add(
-        "--local",
-        type=parse_tower,
-        default=Tower(2, 48, 96, 4),
-        metavar="LAYERS,WIDTH,FFN,HEADS",
-        help="sizes of the local encoder and of the local decoder of models over patches: layers, width, feed-forward "
-        "width, attention heads (default: 2,48,96,4)",
-    )
+    sizes = "layers, width, feed-forward width, attention heads"
+    for name, default, purpose in (
+        ("--latent", "2,96,256,4", f"sizes of the main transformer: {sizes}; equal widens it"),
+        (
+            "--local",
+            "2,48,96,4",
+            f"sizes of the local encoder and of the local decoder of models over patches: {sizes}",
+        ),
+    ):
+        help_text = f"{purpose} (default: {default})"
+        add(name, type=parse_tower, default=default, metavar="LAYERS,WIDTH,FFN,HEADS", help=help_text)
     add(
         "--learning-rate",
         type=parse_learning_rate,
