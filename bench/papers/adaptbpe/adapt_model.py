@@ -26,15 +26,14 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
-from mlx_zip.bench.engines.mlx_engines import weight_bytes
 from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
 from mlx_zip.errors import MlxZipError
-from mlx_zip.evaluation.bits import count_window_bits, cut_scored_windows, ratio_standard_error
+from mlx_zip.evaluation.bits import count_window_bits, cut_scored_windows
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
-from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapt_vocabulary, count_words
+from mlx_zip.vocab.adaptbpe.adapted import METHODS, adapt_vocabulary, count_words
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base_vocabulary
 
 from .compression_utility import add_train_and_test_flags, check_equal_names
@@ -120,7 +119,7 @@ class AdaptedModels:
             kept.save(file)
             convert_model_for_vocabulary(self.folder, file, out)
             found = self.score(out, documents)
-        return self.make_record(found, whole, kept) | {"share": share, "merges": n, "method": method}
+        return self.make_record(found, whole) | {"share": share, "merges": n, "method": method}
 
     def score(self, folder: Path, documents: Sequence[Document]) -> ModelScore:
         """Loads the model in a folder and scores the documents with it, strictly."""
@@ -134,17 +133,15 @@ class AdaptedModels:
         bits = np.array([count_window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
         by_document = not has_hypertokens(model) and len(windows.windows) == len(documents)
-        whole, error = float(bits.sum() / n_bytes.sum()), ratio_standard_error(bits, n_bytes)
+        whole = float(bits.sum() / n_bytes.sum())
         tokens = sum(len(window.base_ids) for window in windows.windows)
         record = {
             "vocab_size": model.layout.vocab_size if has_hypertokens(model) else model.args.vocab_size,
             "bits_per_byte": round(whole, 5),
-            "standard_error": None if error is None else round(error, 5),
             "utility": round(1 - tokens / int(n_bytes.sum()), 5),
             "tokens": tokens,
             "ids": sum(len(row.ids) - 1 for row in rows),
             "file_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
-            "step_weight_bytes": weight_bytes(model),
         }
         spans = tuple(token_spans(tokenizer, document.text) for document in documents) if by_document else ()
         return ModelScore(
@@ -155,18 +152,12 @@ class AdaptedModels:
             tuple(-row.logprobs / math.log(2) for row in scored) if by_document else (),
         )
 
-    def make_record(
-        self, found: ModelScore, whole: ModelScore, kept: AdaptedVocabulary | None = None
-    ) -> dict[str, Any]:
-        """Returns the record of a model's result, with its differences from the unadapted model's result `whole`.
-
-        kept: the adapted vocabulary; None for the unadapted model.
-        """
+    def make_record(self, found: ModelScore, whole: ModelScore) -> dict[str, Any]:
+        """Returns the record of a model's result, with its differences from the unadapted model's result `whole`."""
         return {
             "share": 1,
             "merges": self.base.n_merges,
             "method": "whole list",
-            "virtual": len(kept.virtual) if kept is not None and kept.method == "adapt" else 0,
             **found.record,
             "change": round(found.bits_per_byte / whole.bits_per_byte - 1, 5),
             "where": bits_on_split_tokens(found, whole) if found.bits and whole.bits else None,
