@@ -61,7 +61,7 @@ def paper_rows_of(tokenizer: str) -> PaperRows | None:
 
 
 class RecordedCounts:
-    """Lines of `bench tokens` by tokenizer and text; only lines without disabled ids.
+    """Lines of `bench tokens` by tokenizer and text; only lines without disabled ids, which older ones may have.
 
     Raises `MlxZipError` if two lines have the same tokenizer and text, or a text's content differs between lines.
     """
@@ -70,7 +70,7 @@ class RecordedCounts:
         self.lines: dict[tuple[str, str], Record] = {}
         texts: dict[str, str] = {}
         for line in lines:
-            if line["bench"] != "tokens" or line["disabled"] != "none":
+            if line["bench"] != "tokens" or line.get("disabled", "none") != "none":
                 continue
             tokenizer, text = key = line["tokenizer"]["name"], line["domain"]
             if key in self.lines:
