@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -174,17 +175,7 @@ def time_single_calls(params: CodecParams, sequences: list[Uint32s], trials: int
             manager = upstream.CodebookManager(upstream.CompressionConfig(*upstream_sizes(params)))
             samples["upstream"].append([time_ns(manager.update_codebooks, [[x]]) for x in ids])
     theirs = samples.pop("upstream")
+    summary = lambda calls: summarize_samples(list(map(median, calls)))  # of the trials' medians
     for what, calls in samples.items():
-        record = {
-            "what": what,
-            "unit": "ns per call",
-            "calls": sum(map(len, calls)),
-            "ours": summarize_call_times(calls),
-        }
-        yield {**record, "upstream": summarize_call_times(theirs) if what == "push_one" and theirs else None}
-
-
-def summarize_call_times(calls: list[list[int]]) -> dict[str, Any]:
-    """Summarizes the medians of the trials, and adds the 99th percentile of all calls. calls: ns, [trials][calls]."""
-    flat = np.concatenate(calls)
-    return {**summarize_samples([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
+        record = {"what": what, "unit": "ns per call", "calls": sum(map(len, calls)), "ours": summary(calls)}
+        yield {**record, "upstream": summary(theirs) if what == "push_one" and theirs else None}

@@ -164,10 +164,8 @@ class ModelRun:
 
 def train_and_record(one: ModelRun, data: PatchTrainingData, args: argparse.Namespace) -> dict[str, Any]:
     """Trains one model, evaluates it on the test text and returns its record."""
-    begun = time.perf_counter()
     material = data.windows_for_kind(one.kind, one.patch_size)
     train_on, test_on, table = material
-    prepared_s = time.perf_counter() - begun
     model = make_model(one, material, args)
     points = measurements_at_marks(model, one, material, args)
     if one.kind == "bytes":
@@ -188,7 +186,6 @@ def train_and_record(one: ModelRun, data: PatchTrainingData, args: argparse.Name
         "train_bytes_seen": last["train_bytes"],
         "passes": round(last["train_bytes"] / train_on.n_bytes, 2),
         "train_bytes": train_on.n_bytes,
-        "prepare_s": round(prepared_s, 1),
         "bytes_per_unit": round(rate, 3),
         "symbols_per_unit": None if table is None else round(float(test_on.lengths[test_on.ids].mean()), 3),
         "context": train_on.ids.shape[1],
