@@ -129,12 +129,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--marks", 1, "number of evenly spaced measurements of bits per byte in each training run, the last at its end"
     )
     add_limit_bytes_flag(add, "--test")
-    add(
-        "--limit-train-bytes",
-        type=int,
-        metavar="N",
-        help="read at most N bytes of --train (default: all); the model entropy first scores every byte that is read",
-    )
 
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -142,7 +136,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in ("seconds", "steps", "vocab_size", "context", "batch_size", "marks"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise MlxZipError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
-    learned = read_documents(args.train, args.separator, args.limit_train_bytes)
+    learned = read_documents(args.train, args.separator)
     test = read_documents(args.test, args.separator, args.limit_bytes)
     data = PatchTrainingData(learned, test, args.context, args.vocab_size, args.tokenizer)
     for seed in args.seeds:
