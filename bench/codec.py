@@ -25,6 +25,8 @@ from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
+from mlx_zip.text.documents import read_corpus
+from mlx_zip.text.vocabularies import read_vocabulary
 
 from .recording import load_before_bench, run_in_turns, summarize_samples, time_call
 
@@ -92,9 +94,6 @@ def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
         return synthetic_ids(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:
         raise MlxZipError("--text needs --tokenizer")
-    from mlx_zip.text.documents import read_corpus
-    from mlx_zip.text.vocabularies import read_vocabulary
-
     corpus = read_corpus(args.text)
     vocabulary = read_vocabulary(args.tokenizer)
     ids = [i for document in corpus.documents for i in vocabulary.encode(document.text)]

@@ -190,7 +190,7 @@ def test_another_base_of_the_same_name_is_another_condition(home, done, tmp_path
 
 def test_a_signal_ends_the_run_with_its_status_and_leaves_no_line(home, tmp_path, monkeypatch):
     stopped = SimpleNamespace(stopped_by=signal.SIGTERM)
-    monkeypatch.setattr("mlx_zip.training.run.train", lambda *args: stopped)
+    monkeypatch.setattr(ablations, "train", lambda *args: stopped)
     with pytest.raises(SystemExit) as ended:
         ablations.run(flags(home, tmp_path / "out"))
     assert ended.value.code == 143

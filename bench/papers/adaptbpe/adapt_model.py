@@ -27,10 +27,12 @@ import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
 from mlx_zip.bench.tokens import corpus_record, read_domains
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import count_window_bits, cut_scored_windows
 from mlx_zip.layout import has_hypertokens
+from mlx_zip.models.loading import find_model_folder
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, adapt_vocabulary, count_words
@@ -100,8 +102,6 @@ class AdaptedModels:
     """Adapts one model and scores the results. args: the flags. folder, base: the model's folder and vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from mlx_zip.models.loading import find_model_folder
-
         self.args, self.folder = args, Path(find_model_folder(args.model))
         self.base: BaseVocabulary = read_base_vocabulary(self.folder)
 
@@ -123,8 +123,6 @@ class AdaptedModels:
 
     def score(self, folder: Path, documents: Sequence[Document]) -> ModelScore:
         """Loads the model in a folder and scores the documents with it, strictly."""
-        from mlx_zip.engine.mlx.generate import load
-
         model, tokenizer = load(folder)
         windows = cut_scored_windows(tokenizer, documents, min(CONTEXT, context_limit(model) or CONTEXT))
         prefix = np.array([windows.prefix], np.uint32)

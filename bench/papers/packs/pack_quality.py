@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import compare_bits, cut_scored_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
@@ -60,8 +61,6 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
-    from mlx_zip.engine.mlx.generate import load
-
     packs = read_packs(args.pack)
     (model, tokenizer), (base, base_tokenizer) = load(args.model), load(args.base)
     check_packs(packs, model, tokenizer)

@@ -23,7 +23,19 @@ from typing import Any
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import read_lines, write_whole
+from mlx_zip.config import SIDES
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import MlxZipError
+from mlx_zip.evaluation.bits import cut_scored_windows, measure_bits
+from mlx_zip.models.loading import find_model_folder, read_model_config
+from mlx_zip.models.rows.fingerprints import named_arrays
+from mlx_zip.text.documents import read_corpus
+from mlx_zip.text.sources import Source
+from mlx_zip.training.prepare.plan import PrepareOptions
+from mlx_zip.training.prepare.preparation import prepare_data
+from mlx_zip.training.run import RunOptions, finished_model_folder, train
+from mlx_zip.training.run_folder import read_metrics
+from mlx_zip.training.settings import EncoderOptions, TrainSettings
 
 from .ablation_tables import ENCODERS, AblationResults, tables_7_and_8
 
@@ -178,8 +190,6 @@ def shared_conditions(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises `MlxZipError` if --model is a zip2zip model, or two texts of --valid have the same name.
     """
-    from mlx_zip.models.loading import find_model_folder, read_model_config
-
     folder = find_model_folder(args.model)
     if "zip2zip" in read_model_config(folder):
         raise MlxZipError(f"{args.model} is a zip2zip model; the ablations start from a plain one")
@@ -233,10 +243,6 @@ class AblationRunner:
 
         Raises `MlxZipError` if training would not read every window equally often.
         """
-        from mlx_zip.text.sources import Source
-        from mlx_zip.training.prepare.plan import PrepareOptions
-        from mlx_zip.training.prepare.preparation import prepare_data
-
         args, out = self.args, self.out / "data" / f"m{merge_size}"
         read = args.iters * args.batch_size
         options = PrepareOptions(
@@ -261,9 +267,6 @@ class AblationRunner:
         return out, index
 
     def _train(self, setting: Setting, data: Path) -> Path:
-        from mlx_zip.training.run import RunOptions, train
-        from mlx_zip.training.settings import EncoderOptions, TrainSettings
-
         args, out = self.args, self.out / "runs" / setting.name
         kind, layers, _ = ENCODERS[setting.encoder or "averaging"]
         encoder = EncoderOptions(kind=kind, num_hidden_layers=layers, num_heads=args.encoder_heads)
@@ -287,8 +290,6 @@ class AblationRunner:
         A point of the curve has the bytes read so far, and the mean nats per id and bits per byte since the last point.
         index: the index of the prepared windows.
         """
-        from mlx_zip.training.run_folder import read_metrics
-
         reports = [line for line in read_metrics(run_folder) if "loss" in line]
         totals, last = index["totals"], reports[-1]
         return {
@@ -302,10 +303,6 @@ class AblationRunner:
         }
 
     def _evaluate(self, run_folder: Path) -> dict[str, Any]:
-        from mlx_zip.engine.mlx.generate import load
-        from mlx_zip.evaluation.bits import measure_bits
-        from mlx_zip.training.run import finished_model_folder
-
         model, tokenizer = load(str(finished_model_folder(run_folder)))
         texts = {}
         for path in self.args.valid:
@@ -314,9 +311,6 @@ class AblationRunner:
         return {"parameters": count_parameters(model), "texts": texts}
 
     def _windows_of_text(self, path: str, tokenizer: Any) -> Any:
-        from mlx_zip.evaluation.bits import cut_scored_windows
-        from mlx_zip.text.documents import read_corpus
-
         if path not in self._windows:
             corpus = read_corpus([path], self.args.separator, self.args.limit_bytes)
             self._windows[path] = cut_scored_windows(tokenizer, corpus.documents, self.args.context, fill_windows=True)
@@ -324,9 +318,6 @@ class AblationRunner:
 
 
 def count_parameters(model: Any) -> dict[str, int]:
-    from mlx_zip.config import SIDES
-    from mlx_zip.models.rows.fingerprints import named_arrays
-
     sizes = [(name, value.size) for name, value in named_arrays(model.parameters())]
     encoders = sum(size for name, size in sizes if name.startswith(SIDES))
     return {"decoder": sum(size for _, size in sizes) - encoders, "encoders": encoders}
