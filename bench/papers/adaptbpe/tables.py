@@ -88,17 +88,13 @@ def _bits_table(records: Records) -> str:
     for (text, n_bytes), shares in group_adapted_models(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
         name = f"{TEXTS.get(text, text)}, `{whole['model']}`: {whole['vocab_size']:,} ids, {n_bytes / 1e6:.1f} MB"
-        for share, methods in _shares_below_1(shares):
+        for share, methods in sorted(shares.items())[:-1]:  # the last is the whole list
             one = next(iter(methods.values()))
             size = f"{one['vocab_size']:,} ids, {one['file_bytes'] / 1e6:.1f} MB"
             bits = [_bits_cell(methods.get(method)) for method in METHODS]
             rows.append([name, f"{share:.0%}", size, *bits, f"{whole['bits_per_byte']:.3f}"])
             name = ""
     return table(["text, model", "merges kept", "", *METHODS.values(), "whole list"], rows)
-
-
-def _shares_below_1(shares: dict[float, dict[str, Record]]) -> list[tuple[float, dict[str, Record]]]:
-    return [(share, methods) for share, methods in sorted(shares.items()) if share < 1]
 
 
 def _bits_cell(line: Record | None) -> str:
