@@ -28,11 +28,11 @@ BENCHES = {
         "measure drafts on five kinds of text: base tokens per pass, the host's work, time by ways to draft",
     ),
     "serve": (
-        "mlx_zip.bench.serve.timing",
+        "mlx_zip.bench.serve",
         "time the server: one stream, many streams, two long prompts; next to mlx-lm's server",
     ),
     "report": (
-        "mlx_zip.bench.generation.report",
+        "mlx_zip.bench.generation.generate_record",
         "print a table of records of `bench generate`, with ratios to the base engine",
     ),
     "nvidia": (

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
+from mlx_zip.text.documents import read_corpus
+from mlx_zip.text.vocabularies import read_vocabulary
 
 from .recording import load_before_bench, run_in_turns, summarize_samples, time_call
 
@@ -91,9 +94,6 @@ def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
         return synthetic_ids(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:
         raise MlxZipError("--text needs --tokenizer")
-    from mlx_zip.text.documents import read_corpus
-    from mlx_zip.text.vocabularies import read_vocabulary
-
     corpus = read_corpus(args.text)
     vocabulary = read_vocabulary(args.tokenizer)
     ids = [i for document in corpus.documents for i in vocabulary.encode(document.text)]
@@ -174,17 +174,7 @@ def time_single_calls(params: CodecParams, sequences: list[Uint32s], trials: int
             manager = upstream.CodebookManager(upstream.CompressionConfig(*upstream_sizes(params)))
             samples["upstream"].append([time_ns(manager.update_codebooks, [[x]]) for x in ids])
     theirs = samples.pop("upstream")
+    summary = lambda calls: summarize_samples(list(map(median, calls)))  # of the trials' medians
     for what, calls in samples.items():
-        record = {
-            "what": what,
-            "unit": "ns per call",
-            "calls": sum(map(len, calls)),
-            "ours": summarize_call_times(calls),
-        }
-        yield {**record, "upstream": summarize_call_times(theirs) if what == "push_one" and theirs else None}
-
-
-def summarize_call_times(calls: list[list[int]]) -> dict[str, Any]:
-    """Summarizes the medians of the trials, and adds the 99th percentile of all calls. calls: ns, [trials][calls]."""
-    flat = np.concatenate(calls)
-    return {**summarize_samples([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
+        record = {"what": what, "unit": "ns per call", "calls": sum(map(len, calls)), "ours": summary(calls)}
+        yield {**record, "upstream": summary(theirs) if what == "push_one" and theirs else None}

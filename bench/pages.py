@@ -14,26 +14,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-from .plots import render_figure
+from .plots import Pictures, render_figure
 from .recording import add_record_flag
-from .records import Records, explain_wrong_fields, table, write_whole
+from .records import Records, Tables, explain_wrong_fields, table, write_whole
 from .tables import drafts, nvidia, performance, smollm2
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "bench/**/*.md", "recipes/**/*.md", "mlx_zip/bundle/**/*.md")
 DIFFERS = 1  # exit status of --check if a page or picture would change
 # start or end marker of a table, on its own line
 _MARK = re.compile(r"^<!-- (?:table: ([^\n]+?)|end) -->(?=\r?$)", re.MULTILINE)
 _VERSION = re.compile(rb"Matplotlib v[\d.]+")  # in an SVG's metadata
-
-Tables = dict[str, Callable[[Records], str]]
-Pictures = dict[str, "Callable[[Records], Figure]"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +99,7 @@ def registered_tables_and_pictures() -> tuple[Tables, Pictures]:
     tables: Tables = {}
     pictures: Pictures = {}
     for module in (performance, nvidia, smollm2, drafts, *paper_table_modules()):
-        for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
+        for known, new in ((tables, module.TABLES), (pictures, getattr(module, "PICTURES", {}))):
             if twice := known.keys() & new.keys():
                 raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")
             known |= new

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import missing_library_error
 
+from .records import Records
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+else:
+    Figure = Any  # matplotlib is imported when a picture is drawn
 
+Pictures = dict[str, Callable[[Records], Figure]]  # path in the checkout -> function that draws the picture
 STABLE: dict[Any, Any] = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # fixed ids; text is not drawn as paths
 
 
 def new_figure(width: float = 10, height: float = 4) -> Figure:
     """Returns an empty figure of width x height inches. Raises `InstallationError` if matplotlib is missing."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import figure
     except ImportError as error:
         raise missing_library_error("a picture", "matplotlib", extra="bench") from error
-    return Figure(figsize=(width, height), layout="constrained")
+    return figure.Figure(figsize=(width, height), layout="constrained")
 
 
 def render_figure(figure: Figure, suffix: str) -> bytes:

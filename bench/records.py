@@ -19,6 +19,11 @@ Record = dict[str, Any]
 _BUILD = re.compile(r"_?(-[0-9a-f]{8})?\.(so|dylib).*")
 
 
+def lines_with(lines: Iterable[Record], **wanted: Any) -> list[Record]:
+    """Returns the lines that have these values in these fields."""
+    return [line for line in lines if all(line[name] == value for name, value in wanted.items())]
+
+
 class Records:
     """The records of a checkout, by file name without `.jsonl`: `Records(root).lines("packs")` reads packs.jsonl."""
 
@@ -160,6 +165,7 @@ def field_of_record_or_device(line: Record, name: str) -> Any:
 
 Cell = str | Callable[[Record], str]  # a format string such as "{times[median]:.2f}", or a function of the line
 Columns = Sequence[tuple[str, Cell]]  # (head, cell) of each column
+Tables = dict[str, Callable[[Records], str]]  # name on a page -> function that makes the table
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

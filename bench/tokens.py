@@ -35,11 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench tokens`."""
     add = parser.add_argument
     flag = default_flags(add)
-    add("--tokenizers", type=Path, nargs="+", default=[], metavar="FILE", help=f"vocabulary files to compare: {KINDS}")
+    add(
+        "--tokenizers",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=f"vocabulary files to compare: {KINDS}",
+    )
     add(
         "--text",
         nargs="+",
-        default=[],
+        required=True,
         metavar="DOMAIN=FILE",
         help="text file of a domain (.txt or .jsonl, each also .gz); several files of a domain are joined; fields of a "
         ".jsonl line to read follow the file's name (default: text), for example math=FILE:question+answer",
@@ -81,9 +88,6 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def check_flags(args: argparse.Namespace) -> list[int | None]:
     """Checks the flags and returns the windows, None for whole documents. Raises `MlxZipError` if a flag is invalid."""
-    for name in ("tokenizers", "text"):
-        if not getattr(args, name):
-            raise MlxZipError(f"--{name} is missing")
     check_flags_at_least(args, 1, "merge_sizes", "codebook_sizes")
     if wrong := [w for w in args.windows if w != WHOLE and not re.fullmatch("[1-9][0-9]{0,8}", w)]:
         raise MlxZipError(f"--windows: {wrong[0]!r} is neither a number of ids nor {WHOLE!r}")

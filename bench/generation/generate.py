@@ -32,8 +32,14 @@ from mlx_zip.bench.recording import load_before_bench, print_header
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
-from .generate_record import SCHEMA, average_step_bytes, ceiling_record, sum_counts, summarize_figures
-from .report import summary_table
+from .generate_record import (
+    SCHEMA,
+    average_step_bytes,
+    ceiling_record,
+    sum_counts,
+    summarize_figures,
+    summary_table,
+)
 
 MODES = ("replay", "free", "chat")
 SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # as in the paper's table 6

@@ -2,15 +2,21 @@
 
 Parts: `checks` (ids, CUDA graphs), `steps` (prefill and single steps), `generate` (whole requests in replay), `kernels`
 (each alone), `others` (whole requests of other engines), `summary` (targets). A part's
-records include the GPU's clocks, power and temperature before and after the part.
+records include the GPU's clocks, power and temperature before and after the part. Each record is written at once, and a
+case that fails is recorded.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,22 +26,14 @@ import mlx_zip
 from mlx_zip.bench.engines.choice import ENGINES, check_engine_names
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow_shape_config
 from mlx_zip.bench.engines.workloads import cut_text
-from mlx_zip.bench.machine import active_clock_limits
+from mlx_zip.bench.machine import active_clock_limits, card_state
 from mlx_zip.bench.recording import environment_fields
-from mlx_zip.bench.records import Record, write_whole
-from mlx_zip.errors import MlxZipError
+from mlx_zip.bench.records import Record, read_lines, write_whole
+from mlx_zip.errors import MlxZipError, failure_reason, first_message_line
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .case_runner import (
-    CARD,
-    FAILED,
-    CaseRunner,
-    check_folder_has_no_records,
-    make_record,
-    make_writable_folder,
-    read_part_records,
-    read_text,
-)
+FAILED = "nvidia-error"  # field `bench` in the record of a failed case
+CARD = "nvidia-card"  # field `bench` in the record of the GPU's state
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,18 +171,18 @@ def run_kernels(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> Non
     from mlx_zip.bench.engines.device_clock import bandwidth_matrix_side, measure_read_bandwidth
     from mlx_zip.cuda.devices import find_device
 
-    from . import kernel_timing as kernels
+    from . import timing
 
     device = find_device(None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     bandwidth = measure_read_bandwidth(device)
     for name, config in shape_configs(args, ("phi-3.5-mini", "llama-3.2-1b")).items():
         with cases.group(name):
-            for case in kernels.kernel_cases(config, device, dtype, plan.context, plan.slots):
+            for case in timing.kernel_cases(config, device, dtype, plan.context, plan.slots):
                 model = {"name": name, "dtype": str(dtype).removeprefix("torch.")}
                 cases.run(f"{name} {case.name}", partial(kernel_record, plan, case, model, device, bandwidth))
     with cases.group("memory"):
-        for case in kernels.memory_control_cases(device, bandwidth_matrix_side(device)):
+        for case in timing.memory_control_cases(device, bandwidth_matrix_side(device)):
             model = {"name": "memory"}
             cases.run(f"memory {case.name}", partial(kernel_record, plan, case, model, device, bandwidth))
 
@@ -192,7 +190,7 @@ def run_kernels(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> Non
 def kernel_record(plan: Sizes, case: Any, model: dict[str, str], device: Any, bandwidth: float) -> list[Record]:
     from mlx_zip.bench.engines.device_clock import describe_torch_device, torch_yardstick
 
-    from .kernel_timing import time_kernel
+    from .timing import time_kernel
 
     found = time_kernel(case, device, plan.trials, bandwidth, case.name.startswith("encoder"), plan.calls)
     print(f"{model['name']} {case.name}: {found['us']} us, {found['share_of_read']:.0%} of reading", flush=True)
@@ -209,7 +207,7 @@ def run_steps(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
 
 
 def step_records(args: argparse.Namespace, plan: Sizes, shape: str, precision: str, ids: list[int]) -> Iterator[Record]:
-    from .step_timing import time_steps
+    from .timing import time_steps
 
     setting = {"context": plan.context, "tokens": plan.tokens, "trials": trials_for_shape(plan, shape)}
     for engine, rows in engines_with_rows(args, shape, precision):
@@ -301,3 +299,94 @@ PARTS: dict[str, Callable[[argparse.Namespace, Sizes, CaseRunner], None]] = {  #
     "others": run_other_engines,
     "summary": write_summary,
 }
+
+
+# ---- running cases
+
+
+class CaseRunner:
+    """Runs the cases of a part one after the other and writes their records to the part's file."""
+
+    def __init__(self, folder: Path, part: str) -> None:
+        self.folder, self.part = folder, part
+        self.records: list[Record] = []
+
+    @property
+    def status(self) -> int:
+        """The part's exit status: 1 if a case failed or a check does not hold, else 0."""
+        return int(any(one["bench"] == FAILED or not one.get("holds", True) for one in self.records))
+
+    def add(self, record: Record) -> None:
+        """Adds a record and writes the file."""
+        self.records.append(record)
+        write_whole(records_path(self.folder, self.part), "".join(json.dumps(line) + "\n" for line in self.records))
+
+    def record_card_state(self, when: str) -> None:
+        """Adds a record of the GPU's clocks, power and temperature, if known. when: "before" or "after"."""
+        if state := card_state():
+            self.add(make_record("card", part=self.part, when=when, state=state))
+
+    def run(self, name: str, work: Callable[[], Iterable[Record]]) -> None:
+        """Adds each record that `work` yields, as soon as it is yielded. Records an error instead of raising it."""
+        with self.group(name):
+            for record in work():
+                self.add(record)
+
+    @contextmanager
+    def group(self, name: str) -> Iterator[None]:
+        """Context manager: runs cases inside; an error between cases ends the group and is recorded under `name`."""
+        gc.collect()  # frees the memory of a failed case
+        try:
+            yield
+        except Exception as error:  # any error is recorded, and the other cases still run
+            self._record_failure(name, error)
+
+    def _record_failure(self, name: str, error: Exception) -> None:
+        if not isinstance(error, MlxZipError):
+            traceback.print_exc()
+        said = f"{type(error).__name__}: {first_message_line(error)}"
+        print(f"error: {name}: {said}", file=sys.stderr, flush=True)
+        self.add(make_record("error", what=name, error=said))
+
+
+def make_record(bench: str, **fields: Any) -> Record:
+    """Returns a record of `fields` and of the fields that all records have, such as machine and versions."""
+    return {"bench": f"nvidia-{bench}", "schema": 1, **fields, **environment_fields()}
+
+
+# ---- the folder of records
+
+
+def make_writable_folder(folder: Path) -> None:
+    """Makes a folder and its parents. Raises `MlxZipError` if that fails or the folder is not writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise MlxZipError(f"--out {folder} cannot be written to: {failure_reason(error)}") from error
+
+
+def check_folder_has_no_records(folder: Path, parts: Sequence[str]) -> None:
+    """Raises `MlxZipError` if a folder already holds records of these parts, so that two runs are not mixed."""
+    if found := [part for part in parts if records_path(folder, part).exists()]:
+        raise MlxZipError(f"--out {folder} holds records of an earlier run ({', '.join(found)}): name another folder")
+
+
+def records_path(folder: Path, part: str) -> Path:
+    return folder / f"{part}.jsonl"
+
+
+def read_part_records(folder: Path, parts: Sequence[str]) -> list[Record]:
+    files = [records_path(folder, part) for part in parts]
+    return [line for file in files if file.exists() for line in read_lines(file)]
+
+
+def read_text(path: Path, what: str) -> str:
+    """Returns the text of a UTF-8 file. Raises `MlxZipError` if it cannot be read. what: flag to name in the error."""
+    try:
+        if not path.is_file():
+            raise MlxZipError(f"{what} {os.fspath(path)}: there is no such file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MlxZipError(f"{what} {path} cannot be read: {failure_reason(error)}") from error

@@ -8,10 +8,11 @@ reading is a larger share of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from mlx_zip.bench.records import Record
+from mlx_zip.bench.records import Record, lines_with
 
 Cases = dict[str, float]  # case, such as a shape or a text -> figure
 
@@ -23,7 +24,7 @@ def step_records_of(records: Sequence[Record], engine: str, rows: str = "warm") 
     named = lambda one: f"{one['model']['name']} {one['model']['precision']}"
     return {
         named(one): one
-        for one in records_of_bench(records, "nvidia-steps")
+        for one in lines_with(records, bench="nvidia-steps")
         if (one["engine"], one["rows"]) == (engine, rows)
     }
 
@@ -65,7 +66,7 @@ def kernel_speedup_over_reference(start: str) -> Callable[[Sequence[Record]], Ca
 
 
 def kernels_named(records: Sequence[Record], start: str) -> Iterator[tuple[str, Record]]:
-    for one in records_of_bench(records, "nvidia-kernels"):
+    for one in lines_with(records, bench="nvidia-kernels"):
         if one["kernel"].startswith(start):
             yield f"{one['model']['name']} {one['kernel']}", one
 
@@ -110,7 +111,7 @@ def weights_key(record: Record) -> list[Any]:
 def whole_requests_of(records: Sequence[Record], engine: str) -> list[Record]:
     return [
         one
-        for one in records_of_bench(records, "generate")
+        for one in lines_with(records, bench="generate")
         if one["engine"] == engine and one["mode"] == "replay" and one["setting"]["rows"] == "warm"
     ]
 
@@ -122,19 +123,15 @@ def checks_that_hold(start: str) -> Callable[[Sequence[Record]], Cases]:
     """Returns a function that gives each check whose name begins with `start` the figure 1 if it holds, else 0."""
     return lambda records: {
         one["check"]: float(one["holds"])
-        for one in records_of_bench(records, "nvidia-checks")
+        for one in lines_with(records, bench="nvidia-checks")
         if one["check"].startswith(start)
     }
 
 
 def bfloat16_logits_error(records: Sequence[Record]) -> Cases:
     return {
-        one["check"]: one["value"] for one in records_of_bench(records, "nvidia-checks") if one.get("value") is not None
+        one["check"]: one["value"] for one in lines_with(records, bench="nvidia-checks") if one.get("value") is not None
     }
-
-
-def records_of_bench(records: Iterable[Record], bench: str) -> list[Record]:
-    return [one for one in records if one["bench"] == bench]
 
 
 # ---- targets
@@ -191,121 +188,67 @@ def bandwidth_share_targets(
     values: Callable[[Sequence[Record]], Cases],
     bounds: tuple[float, float],
     needed: Sequence[str],
-) -> list[Target]:
-    """Returns a target for each GPU in `CARDS`: a minimum share of its read bandwidth.
+) -> Iterator[Target]:
+    """Yields a target for each GPU in `CARDS`: a minimum share of its read bandwidth.
 
     name: the name, with {} in place of share and GPU. bounds: the minimum share on each GPU.
     """
-    return [
-        Target(
-            name.format(f"{100 * bound:.0f} % of an {card}'s read bandwidth"), rule, values, bound, needed, card=card
-        )
-        for card, bound in zip(CARDS, bounds, strict=True)
-    ]
+    for card, bound in zip(CARDS, bounds, strict=True):
+        share = f"{100 * bound:.0f} % of an {card}'s read bandwidth"
+        yield Target(name.format(share), rule, values, bound, needed, card=card)
 
 
-TARGETS = (
-    *bandwidth_share_targets(
-        "torch-base reaches {} at phi-3.5-mini", SHARE, bandwidth_share_of_steps, (0.78, 0.71), SHAPES[:1]
-    ),
-    *bandwidth_share_targets(
-        "torch-base reaches {} at llama-3.2-1b", SHARE, bandwidth_share_of_steps, (0.55, 0.46), SHAPES[1:2]
-    ),
-    Target(
-        "a warm step of torch-zip takes at most 1.05 x torch-base's",
-        STEP,
-        zip_step_over_base("warm"),
-        1.05,
-        SHAPES,
-        most=True,
-    ),
-    Target(
-        "a cold step of torch-zip takes at most 1.15 x torch-base's",
-        STEP,
-        zip_step_over_base("cold"),
-        1.15,
-        SHAPES,
-        most=True,
-    ),
-    Target(
-        "end to end, torch-zip keeps 0.95 of its compression",
-        "base tokens/s of decoding over (base tokens per step x torch-base's base tokens/s), same text",
-        decoding_over_compression,
-        0.95,
-        TEXTS,
-    ),
-    Target(
-        "torch-zip is 5 x as fast as the published package",
-        "base tokens over the time of the whole request, over the package's, same text and card",
-        lambda records: compare_with_engine("zip2zip", "end_to_end_tokens_per_s", records),
-        5.0,
-        TEXTS[:2],
-    ),
-    Target(
-        "prefill of torch-zip is faster than torch-base's",
-        "base tokens of the prompt over the time to the first id, over torch-base's, same text",
-        lambda records: compare_with_engine("torch-base", "prefill_tokens_per_s", records),
-        1.0,
-        TEXTS,
-    ),
-    *bandwidth_share_targets(
-        "the joint head reaches {}",
-        CALLS,
-        kernel_bandwidth_share("joint head, dense"),
-        (0.8, 0.74),
-        ("phi-3.5-mini joint head, dense", "llama-3.2-1b joint head, dense"),
-    ),
-    *bandwidth_share_targets(
-        "the hyper embedding reaches {}",
-        CALLS,
-        kernel_bandwidth_share("hyper embedding"),
-        (0.8, 0.74),
-        ("phi-3.5-mini hyper embedding, 2048 ids", "llama-3.2-1b hyper embedding, 2048 ids"),
-    ),
-    Target(
-        "the encoders' pieces are 2 x as fast as eager PyTorch",
-        "time of the eager reference over the kernel's",
-        kernel_speedup_over_reference("encoder"),
-        2.0,
-        ENCODERS,
-    ),
-    Target(
-        "4-bit weights give 2 x the steps of 16-bit ones",
-        "steps/s of torch-base with 4 bits over those with 16",
-        int4_over_16_bit_speed,
-        2.0,
-        ("phi-3.5-mini",),
-    ),
-    Target(
-        "greedy ids of the bundled models are MLX's, in float32",
-        "1 if every id is the recorded one, else 0",
-        checks_that_hold("greedy ids"),
-        1.0,
-        tuple(f"greedy ids of {name}, float32, equal MLX's" for name in ("stories", "stories-base")),
-    ),
-    Target(
-        "CUDA graphs change no id",
-        "1 if graphs and eager work give the same ids, else 0",
-        checks_that_hold("CUDA graphs"),
-        1.0,
-        tuple(f"CUDA graphs of {name} give what eager work gives" for name in ("stories", "stories-base")),
-    ),
-    Target(
-        "logits in bfloat16 are within 1e-2",
-        "norm of the difference from the model in float32, over the norm of that one's",
-        bfloat16_logits_error,
-        LOGITS_ERROR,
-        ("logits of stories-base, bfloat16",),
-        most=True,
-    ),
-    Target(
-        "a prompt in two chunks gives what one chunk gives",
-        "1 if the logits agree within rounding, else 0",
-        checks_that_hold("two chunks"),
-        1.0,
-        tuple(f"two chunks equal one, {heads}, {dtype}" for heads in HEADS for dtype in ("float32", "bfloat16")),
-    ),
-)
+def step_targets() -> Iterator[Target]:
+    for bounds, shape in (((0.78, 0.71), SHAPES[0]), ((0.55, 0.46), SHAPES[1])):
+        name = f"torch-base reaches {{}} at {shape.removesuffix(' 16')}"
+        yield from bandwidth_share_targets(name, SHARE, bandwidth_share_of_steps, bounds, (shape,))
+    for rows, bound in (("warm", 1.05), ("cold", 1.15)):
+        name = f"a {rows} step of torch-zip takes at most {bound} x torch-base's"
+        yield Target(name, STEP, zip_step_over_base(rows), bound, SHAPES, most=True)
+
+
+def request_targets() -> Iterator[Target]:
+    name = "end to end, torch-zip keeps 0.95 of its compression"
+    rule = "base tokens/s of decoding over (base tokens per step x torch-base's base tokens/s), same text"
+    yield Target(name, rule, decoding_over_compression, 0.95, TEXTS)
+    name = "torch-zip is 5 x as fast as the published package"
+    rule = "base tokens over the time of the whole request, over the package's, same text and card"
+    yield Target(name, rule, partial(compare_with_engine, "zip2zip", "end_to_end_tokens_per_s"), 5.0, TEXTS[:2])
+    name = "prefill of torch-zip is faster than torch-base's"
+    rule = "base tokens of the prompt over the time to the first id, over torch-base's, same text"
+    yield Target(name, rule, partial(compare_with_engine, "torch-base", "prefill_tokens_per_s"), 1.0, TEXTS)
+
+
+def kernel_targets() -> Iterator[Target]:
+    for what, kernel in (("joint head", "joint head, dense"), ("hyper embedding", "hyper embedding, 2048 ids")):
+        needed = [f"{shape} {kernel}" for shape in ("phi-3.5-mini", "llama-3.2-1b")]
+        values = kernel_bandwidth_share(kernel)
+        yield from bandwidth_share_targets(f"the {what} reaches {{}}", CALLS, values, (0.8, 0.74), needed)
+    rule = "time of the eager reference over the kernel's"
+    name = "the encoders' pieces are 2 x as fast as eager PyTorch"
+    yield Target(name, rule, kernel_speedup_over_reference("encoder"), 2.0, ENCODERS)
+    rule = "steps/s of torch-base with 4 bits over those with 16"
+    name = "4-bit weights give 2 x the steps of 16-bit ones"
+    yield Target(name, rule, int4_over_16_bit_speed, 2.0, ("phi-3.5-mini",))
+
+
+def agreement_targets() -> Iterator[Target]:
+    models = ("stories", "stories-base")
+    name, rule = "greedy ids of the bundled models are MLX's, in float32", "1 if every id is the recorded one, else 0"
+    needed = [f"greedy ids of {model}, float32, equal MLX's" for model in models]
+    yield Target(name, rule, checks_that_hold("greedy ids"), 1.0, needed)
+    rule = "1 if graphs and eager work give the same ids, else 0"
+    needed = [f"CUDA graphs of {model} give what eager work gives" for model in models]
+    yield Target("CUDA graphs change no id", rule, checks_that_hold("CUDA graphs"), 1.0, needed)
+    rule = "norm of the difference from the model in float32, over the norm of that one's"
+    needed = ["logits of stories-base, bfloat16"]
+    yield Target("logits in bfloat16 are within 1e-2", rule, bfloat16_logits_error, LOGITS_ERROR, needed, most=True)
+    name, rule = "a prompt in two chunks gives what one chunk gives", "1 if the logits agree within rounding, else 0"
+    needed = [f"two chunks equal one, {heads}, {dtype}" for heads in HEADS for dtype in ("float32", "bfloat16")]
+    yield Target(name, rule, checks_that_hold("two chunks"), 1.0, needed)
+
+
+TARGETS = (*step_targets(), *request_targets(), *kernel_targets(), *agreement_targets())
 
 
 def judge_targets(records: Sequence[Record], on_gpu: bool) -> list[Record]:

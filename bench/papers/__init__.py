@@ -19,7 +19,7 @@ EXPERIMENTS = {
     ),
     "adaptbpe": (
         "mlx_zip.bench.papers.adaptbpe.compression_utility",
-        "AdaptBPE: compression utility of a shortened and adapted merge list, seconds of adapting, speed of encoding",
+        "AdaptBPE: compression utility of a shortened and adapted merge list, speed of encoding",
     ),
     "adapt_model": (
         "mlx_zip.bench.papers.adaptbpe.adapt_model",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mlx_zip.bench.generation.ratios import figure_ratio
-from mlx_zip.bench.records import Record, Records, machines_table, table
+from mlx_zip.bench.records import Record, Records, Tables, machines_table, table
 
 PASSES, GREEDY, TIME, FLOAT32 = "drafts", "drafts-greedy", "drafts-time", "drafts-float32"
 WAYS = ("off", "lookup", "head", "draft model")
@@ -112,7 +112,7 @@ def time_key(line: Record) -> tuple[str, ...]:
     return line["model"]["name"], line["workload"]["data"] + written, line["setting"]["rows"], line["engine"]
 
 
-TABLES = {
+TABLES: Tables = {
     "drafts-passes": passes_table,
     "drafts-greedy": greedy_table,
     "drafts-host": host_table,
@@ -120,4 +120,3 @@ TABLES = {
     "drafts-float32": lambda records: time_table(records.lines(FLOAT32)),
     "drafts-records": lambda records: machines_table(records, (PASSES, GREEDY, TIME, FLOAT32)),
 }
-PICTURES = {}

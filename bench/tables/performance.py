@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from mlx_zip.bench.generation.ratios import Ratio, figure_ratio, median_with_interval, paired_ratio
-from mlx_zip.bench.records import Record, Records, libraries_cell, machines_table, table
+from mlx_zip.bench.records import Record, Records, Tables, libraries_cell, machines_table, table
 
 PROFILES = {  # name of a row -> record of `bench profile`
     "bundled model, 8 bit, rows cold": "profile-stories-cold",
@@ -23,6 +23,17 @@ PROFILES = {  # name of a row -> record of `bench profile`
 REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
 STORIES = "stories-chat"  # bundled model, conversations of three stories, cold and warm rows
 PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
+STEP_BOUNDS = (  # name of a target, most time of a step over mlx-lm's, record of `bench profile`
+    ("bundled model, rows cold", 1.35, "profile-stories-cold"),
+    ("bundled model, rows warm", 1.10, "profile-stories"),
+    ("`small-125m`, rows cold, two transformer layers", 1.25, "profile-cold-transformer"),
+    ("`small-125m`, rows cold, `res_latent_attn`", 1.15, "profile-cold-latent"),
+    ("`small-125m`, rows warm", 1.02, "profile-warm"),
+)
+HOST = (  # model, record of `bench profile`, most us of host work per step
+    ("`small-125m`", "profile-warm", 400),
+    ("bundled model", "profile-stories", 250),
+)
 TURNS = ("first", "second", "third")
 SPEEDS = ("steps_per_s", "base_tokens_per_s")
 # name of a row -> part of `bench profile`
@@ -97,7 +108,7 @@ def published_package_table(records: Records) -> str:
 
 
 def step_parts_table(records: Records) -> str:
-    profiles = [records.only_record(file) for _, file in HOST]
+    profiles = [records.only_record(file) for _, file, _ in HOST]
     rows = [["step over mlx-lm's at equal KV length", *(f"{step_time_ratio(record).value:.2f}" for record in profiles)]]
     rows.append(["rows, apart", *(median_us(record["parts"]["rows"]["apart_us"]) for record in profiles)])
     for name, part in HOST_PARTS.items():
@@ -105,7 +116,7 @@ def step_parts_table(records: Records) -> str:
     rows.append(["host work of mlx_zip, by the wall's clock", *(median_us(record["ours_us"]) for record in profiles)])
     rows.append(["host work of mlx_zip, processor time", *(median_us(record["ours_cpu_us"]) for record in profiles)])
     rows.append(["preloaded; BLAS", *map(libraries_cell, profiles)])
-    return table(["us per step, median", *(name for name, _ in HOST)], rows)
+    return table(["us per step, median", *(name for name, *_ in HOST)], rows)
 
 
 def median_us(figure: Mapping[str, float]) -> str:
@@ -204,78 +215,40 @@ def story_bytes_per_s_ratio(turn: int, rows: str) -> Callable[[Records], Ratio]:
     return lambda records: figure_ratio(records.engine_pair(STORIES, turn=turn, rows=rows), "bytes_per_s")
 
 
-def steps_over_published(precision: str) -> Callable[[Records], Ratio]:
-    """Returns a function that computes steps/s divided by the published package's. precision: a key of `PUBLISHED`."""
-    return lambda records: figure_ratio(records.engine_pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
+def steps_over_published(file: str) -> Callable[[Records], Ratio]:
+    """Returns a function that computes steps/s divided by the published package's. file: the record's name."""
+    return lambda records: figure_ratio(records.engine_pair(file, "zip2zip"), "steps_per_s")
 
 
-HOST = (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))  # name, record
+def from_record(file: str, figure: Callable[[Record], Ratio | float]) -> Callable[[Records], Ratio | float]:
+    """Returns a function that computes a figure of the only line of the record `file`."""
+    return lambda records: figure(records.only_record(file))
 
-TARGETS = (
-    *(
-        Target(
-            f"step over mlx-lm's at equal KV length, {name}", bound, lambda r, f=f: step_time_ratio(r.only_record(f)), f
-        )
-        for name, bound, f in (
-            ("bundled model, rows cold", 1.35, "profile-stories-cold"),
-            ("bundled model, rows warm", 1.10, "profile-stories"),
-            ("`small-125m`, rows cold, two transformer layers", 1.25, "profile-cold-transformer"),
-            ("`small-125m`, rows cold, `res_latent_attn`", 1.15, "profile-cold-latent"),
-            ("`small-125m`, rows warm", 1.02, "profile-warm"),
-        )
-    ),
-    Target(
-        "code, 1,024 + 256, warm: base tokens/s over compression x mlx-lm's",
-        0.95,
-        _speedup_over_compression,
-        REQUESTS["code"],
-        most=False,
-    ),
-    Target(
-        "the same: time to first id over mlx-lm's x compressed length", 1.1, _first_id_over_length, REQUESTS["code"]
-    ),
-    *(
-        Target(
-            f"bundled model, bytes/s over its base's: {TURNS[turn]} story, {rows}",
-            bound,
-            story_bytes_per_s_ratio(turn, rows),
-            STORIES,
-            most=False,
-        )
-        for turn in (0, 2)
-        for rows, bound in (("cold", 1.5), ("warm", 1.85))
-    ),
-    *(
-        Target(
-            f"bundled model, steps/s over the published package's, {name}",
-            3,
-            steps_over_published(name),
-            file,
-            most=False,
-        )
-        for name, file in PUBLISHED.items()
-    ),
-    *(
-        Target(
-            f"host work of mlx_zip per step, processor time, {name}",
-            bound,
-            lambda r, file=file: r.only_record(file)["ours_cpu_us"]["median"],
-            file,
-            unit=" us",
-        )
-        for (name, file), bound in zip(HOST, (400, 250), strict=True)
-    ),
-    *(
-        Target(
-            f"detokenizing a base token, {name}",
-            20,
-            lambda r, f=f: detokenizing_us_per_base_token(r.only_record(f)),
-            f,
-            unit=" us",
-        )
-        for name, f in HOST
-    ),
-)
+
+def all_targets() -> Iterator[Target]:
+    for name, bound, file in STEP_BOUNDS:
+        measured = from_record(file, step_time_ratio)
+        yield Target(f"step over mlx-lm's at equal KV length, {name}", bound, measured, file)
+    code = REQUESTS["code"]
+    name = "code, 1,024 + 256, warm: base tokens/s over compression x mlx-lm's"
+    yield Target(name, 0.95, _speedup_over_compression, code, most=False)
+    name = "the same: time to first id over mlx-lm's x compressed length"
+    yield Target(name, 1.1, _first_id_over_length, code)
+    for turn, (rows, bound) in product((0, 2), (("cold", 1.5), ("warm", 1.85))):
+        name = f"bundled model, bytes/s over its base's: {TURNS[turn]} story, {rows}"
+        yield Target(name, bound, story_bytes_per_s_ratio(turn, rows), STORIES, most=False)
+    for precision, file in PUBLISHED.items():
+        name = f"bundled model, steps/s over the published package's, {precision}"
+        yield Target(name, 3, steps_over_published(file), file, most=False)
+    for model, file, bound in HOST:
+        measured = from_record(file, lambda record: record["ours_cpu_us"]["median"])
+        yield Target(f"host work of mlx_zip per step, processor time, {model}", bound, measured, file, unit=" us")
+    for model, file, _ in HOST:
+        measured = from_record(file, detokenizing_us_per_base_token)
+        yield Target(f"detokenizing a base token, {model}", 20, measured, file, unit=" us")
+
+
+TARGETS = tuple(all_targets())
 
 
 def targets_table(records: Records) -> str:
@@ -361,7 +334,7 @@ def stream_rows(name: str, servers: Mapping[str, Any]) -> Iterator[list[str]]:
     yield serving_row(f"{name}: gain of zip over base's", quotient, "{:.2f}", 0.9, most=False)
 
 
-TABLES: dict[str, Callable[[Records], str]] = {
+TABLES: Tables = {
     "codec": codec_table,
     "speed": bundled_speed_table,
     "steps": step_ratio_table,
@@ -374,4 +347,3 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "targets": targets_table,
     "records": record_machines_table,
 }
-PICTURES = {}

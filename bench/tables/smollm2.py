@@ -7,13 +7,10 @@ The records are `smollm2`, from `recipes/smollm2` (stages `measure` and `frontie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Record, Records, table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mlx_zip.bench.plots import Figure, Pictures, new_figure
+from mlx_zip.bench.records import Columns, Record, Records, Tables, make_column_table, table
 
 RECORD = "smollm2"
 CHAT_PACK = "bits-chat-pack"  # a part of the record
@@ -122,15 +119,15 @@ def speed_table(records: Records) -> str:
     return table(["rows", "engine", *heads], rows)
 
 
-def mlx_lm_table(records: Records) -> str:
-    rows = []
-    for line in records.lines("smollm2-mlx-lm"):
-        found = {name: one["median"] for name, one in line["figures"].items() if one}
-        cells = [f"{found['base_tokens_per_step']:.2f}", f"{found['step_ms']:.0f}", f"{found['base_tokens_per_s']:.1f}"]
-        cells += [f"{found['ttft_ms'] / 1000:.1f}", f"{found['peak_bytes'] / 1e6:.0f}"]
-        rows.append([line["setting"]["rows"], line["engine"], *cells])
-    heads = ["base tokens per step", "ms per step", "base tokens/s written", "first id, s", "most memory, MB"]
-    return table(["rows", "engine", *heads], rows)
+MLX_LM_COLUMNS: Columns = (
+    ("rows", "{setting[rows]}"),
+    ("engine", "{engine}"),
+    ("base tokens per step", "{figures[base_tokens_per_step][median]:.2f}"),
+    ("ms per step", "{figures[step_ms][median]:.0f}"),
+    ("base tokens/s written", "{figures[base_tokens_per_s][median]:.1f}"),
+    ("first id, s", lambda line: f"{line['figures']['ttft_ms']['median'] / 1000:.1f}"),
+    ("most memory, MB", lambda line: f"{line['figures']['peak_bytes']['median'] / 1e6:.0f}"),
+)
 
 
 def seconds_per_kilobyte(point: Mapping[str, Any]) -> float:
@@ -183,14 +180,14 @@ def picture(records: Records) -> Figure:
     return figure
 
 
-TABLES = {
+TABLES: Tables = {
     "smollm2-bits": bits_table,
     "smollm2-growth": growth_table,
     "smollm2-rates": rates_table,
     "smollm2-labels": labels_table,
     "smollm2-curve": curve_table,
     "smollm2-speed": speed_table,
-    "smollm2-mlx-lm": mlx_lm_table,
+    "smollm2-mlx-lm": make_column_table("smollm2-mlx-lm", MLX_LM_COLUMNS),
     "smollm2-frontier": frontier_table,
 }
-PICTURES = {"docs/reports/smollm2.svg": picture}
+PICTURES: Pictures = {"docs/reports/smollm2.svg": picture}

@@ -22,6 +22,28 @@ def test_an_error_is_one_line(capsys):
     assert capsys.readouterr().err == "error: --trials must be at least 1, got 0\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        (["tokens", "--text", "web=x.txt"], "--tokenizers"),
+        (["tokens", "--tokenizers", "x.model"], "--text"),
+        (["ablations"], "--model, --data, --valid, --out"),
+        (["adapt_model"], "--train, --test"),
+        (["classify", "--train", "x.tsv"], "--test"),
+        (["codec_latency"], "--text, --tokenizer"),
+        (["multitok"], "--text"),
+        (["pack_quality"], "--model, --base, --data"),
+    ],
+)
+def test_flags_that_a_bench_needs_are_named_in_one_line(words, needed, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert (ended.value.code, capsys.readouterr().err) == (
+        2,
+        f"error: mlx_zip bench {words[0]} needs {needed} (mlx_zip bench {words[0]} --help shows how)\n",
+    )
+
+
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_ctrl_c_in_a_module_that_python_runs_is_no_traceback(monkeypatch, capsys):
     def interrupted(*_):

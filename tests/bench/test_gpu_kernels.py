@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from mlx_zip.bench.gpu import kernel_timing as kernels  # noqa: E402
+from mlx_zip.bench.gpu import timing as kernels  # noqa: E402
 from mlx_zip.cuda.devices import tensor_bytes  # noqa: E402
 from support.kernel_launches import counting_launches  # noqa: E402
 from support.tiny_bench import SHAPE  # noqa: E402

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from mlx_zip.bench.engines import device_clock
 from mlx_zip.bench.engines.shape_table import SHAPES, narrow_shape_config
-from mlx_zip.bench.generation import report
+from mlx_zip.bench.generation import generate_record
 from mlx_zip.bench.gpu import card_checks, nvidia
 from mlx_zip.bench.gpu.nvidia import PARTS
 from mlx_zip.bench.gpu.targets import TARGETS
@@ -107,7 +107,9 @@ def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monk
 def test_torch_zip_is_compared_with_torch_base_where_other_bases_ran_too():
     records = [tiny_bench.record(name) for name in ("mlx-lm", "torch-base", "mlx-zip", "torch-zip")]
     records[1]["figures"]["base_tokens_per_s"] = records[3]["figures"]["base_tokens_per_s"]
-    ratios = [report.ratio_cells(record, report.base_record(record, records)) for record in records[1:]]
+    ratios = [
+        generate_record.ratio_cells(record, generate_record.base_record(record, records)) for record in records[1:]
+    ]
     assert ratios[0] == ["-", "-"]
     assert (ratios[1][0][:4], ratios[2][0][:4]) == ("2.00", "1.00")
 

@@ -17,8 +17,8 @@ from mlx_zip.bench.engines import cuda_engines
 from mlx_zip.bench.engines.shape_table import SHAPES
 from mlx_zip.bench.generation import generate
 from mlx_zip.bench.gpu import nvidia
-from mlx_zip.bench.gpu import step_timing as steps
-from mlx_zip.bench.gpu.case_runner import CaseRunner
+from mlx_zip.bench.gpu import timing as steps
+from mlx_zip.bench.gpu.nvidia import CaseRunner
 from mlx_zip.bench.records import read_lines
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 from mlx_zip.bench.engines import device_clock  # noqa: E402
 from mlx_zip.bench.engines.shape_table import SHAPES  # noqa: E402
-from mlx_zip.bench.gpu import kernel_timing as kernels  # noqa: E402
 from mlx_zip.bench.gpu import nvidia  # noqa: E402
+from mlx_zip.bench.gpu import timing as kernels  # noqa: E402
 from mlx_zip.bench.records import read_lines  # noqa: E402
 from support import tiny_bench  # noqa: E402
 from support.pretend_card import pretended_card  # noqa: E402

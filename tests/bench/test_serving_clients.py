@@ -5,8 +5,15 @@ import json
 
 import pytest
 
-from mlx_zip.bench.serve.client import Reply, answered_tokens, chat_text, first_text_s, send_request
-from mlx_zip.bench.serve.timing import long_prompt, unfairness_ratio
+from mlx_zip.bench.serve import (
+    Reply,
+    answered_tokens,
+    chat_text,
+    first_text_s,
+    long_prompt,
+    send_request,
+    unfairness_ratio,
+)
 from mlx_zip.errors import MlxZipError
 
 

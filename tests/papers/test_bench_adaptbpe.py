@@ -29,9 +29,6 @@ def test_every_method_rule_and_the_library_are_measured(lines, tmp_path):
         assert (line["what"], line["merges"], line["test_bytes"]) == ("utility", n, 15000)
         assert line["utility"].keys() == {"first_k", "top_k", "replay", "final", "whole_list"}
         assert line["utility"]["first_k"] < line["utility"]["replay"] < line["utility"]["whole_list"]
-        assert len(line["adapting_s"]["samples"]) == 2
-        assert line["swaps"] > 0
-    assert encoding["same_ids"]
     for name in ("tokenizers", "whole_list", "whole_list_fresh", "adapted", "adapted_fresh"):
         assert encoding[name]["min"] > 0
 

@@ -9,7 +9,8 @@ import pytest
 
 from mlx_zip.bench import codec, recording
 from mlx_zip.bench.papers.zip2zip import codec_figure
-from mlx_zip.bench.papers.zip2zip.codec_figure import latency_figure, measure_latency
+from mlx_zip.bench.papers.zip2zip.codec_figure import measure_latency
+from mlx_zip.bench.papers.zip2zip.compression_tables import latency_figure
 from mlx_zip.bench.recording import run_bench
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
@@ -86,14 +87,6 @@ def test_ids_of_a_text_are_measured_with_a_vocabularys_file(capsys, tmp_path, te
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {line["data"] for line in found} == {f"some.txt; {tmp_path.name}"}
     assert found[0]["ids"] == 300
-
-
-@pytest.mark.parametrize("missing", ["--text", "--tokenizer"])
-def test_text_and_tokenizer_are_needed(tmp_path, text, missing):
-    given = flags(tmp_path, text)
-    at = given.index(missing)
-    with pytest.raises(MlxZipError, match="codec_latency needs --text and --tokenizer"):
-        run_bench(codec_figure.run, parse(*given[:at], *given[at + 2 :]))
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path):

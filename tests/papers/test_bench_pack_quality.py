@@ -86,8 +86,3 @@ def test_a_pack_that_does_not_fit_is_told_before_scoring(entries, mark, error, t
 def test_a_pack_without_a_name_is_refused(flags):
     with pytest.raises(MlxZipError, match="NAME=FILE"):
         tiny_bench.run("pack_quality", *flags, "--pack", "two.npz")
-
-
-def test_without_models_it_says_what_is_missing(tmp_path):
-    with pytest.raises(MlxZipError, match="--model is missing"):
-        tiny_bench.run("pack_quality")

@@ -35,7 +35,6 @@ def counted(tokenizer: str = "llama3", text: str = "code/some", rate: float = 0.
         "domain": text,
         "tokenizer": {"name": tokenizer, "size": 300, "library": "none"},
         "text": {"files": ["a.txt"], "documents": 2, "bytes": 4000, "cut_by_limit": False, "sha256": text},
-        "disabled": "none",
         "base_ids": 1000,
         "bytes_per_base_id": 4.0,
         "columns": COLUMNS,

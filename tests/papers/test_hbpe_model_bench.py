@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench.__main__ import main
-from mlx_zip.bench.papers.hbpe import hbpe_data
 from mlx_zip.bench.papers.hbpe import hbpe_model as bench
-from mlx_zip.bench.papers.hbpe.hbpe_data import PatchTrainingData, read_documents
+from mlx_zip.bench.papers.hbpe.hbpe_model import PatchTrainingData, read_documents
 from mlx_zip.models.patch_model import PatchConfig, PatchModel, count_parameters
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_text import read_text_encoder, read_token_bytes
@@ -74,7 +73,7 @@ def test_the_entropies_that_give_the_threshold_are_those_that_cut(texts, monkeyp
         foreseen.append(document)
         return np.frombuffer(document, np.uint8).astype(np.float32)
 
-    monkeypatch.setattr(hbpe_data, "byte_entropies", byte_entropies)
+    monkeypatch.setattr(bench, "byte_entropies", byte_entropies)
     data.byte_model = object()
     data.windows_for_kind("entropy", 8)
     assert sorted(foreseen) == sorted({*data.train, *data.test})

@@ -26,16 +26,19 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
-from mlx_zip.bench.engines.mlx_engines import weight_bytes
 from mlx_zip.bench.tokens import corpus_record, read_domains
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
-from mlx_zip.errors import DataError, MlxZipError
-from mlx_zip.evaluation.bits import count_window_bits, cut_scored_windows, ratio_standard_error
+from mlx_zip.errors import MlxZipError
+from mlx_zip.evaluation.bits import count_window_bits, cut_scored_windows
 from mlx_zip.layout import has_hypertokens
+from mlx_zip.models.model_folder import find_model_folder
 from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
-from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapt_vocabulary, count_words
+from mlx_zip.vocab.adaptbpe.adapted import METHODS, adapt_vocabulary, count_words
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base_vocabulary
+
+from .compression_utility import add_train_and_test_flags, check_equal_names
 
 CONTEXT = 1024
 
@@ -45,20 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     flag = default_flags(add)
     flag("--model", "stories-base", "plain or zip2zip model to adapt: a folder or the name of a bundled model")
-    add(
-        "--train",
-        nargs="+",
-        default=[],
-        metavar="NAME=FILE",
-        help="texts to adapt to, each with a name; FILE as in `bench tokens --text`",
-    )
-    add(
-        "--test",
-        nargs="+",
-        default=[],
-        metavar="NAME=FILE",
-        help="held-out texts to measure bits per byte on; each NAME must also be in --train",
-    )
+    add_train_and_test_flags(add, "measure bits per byte on")
     add_separator_flag(add)
     flag("--shares", [0.25, 0.5, 0.75], "shares of the tokenizer's merges to keep, between 0 and 1", metavar="SHARE")
     add(
@@ -76,14 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields a record per text, share and method. Raises `MlxZipError` if a flag or file cannot be used."""
-    if not args.train:
-        raise MlxZipError("--train is missing")
     if wrong := [share for share in args.shares if not 0 < share < 1]:
         raise MlxZipError(f"--shares {wrong[0]:g} is not between 0 and 1")
     train = read_domains(args.train, args.limit_train_bytes, args.separator)
     test = read_domains(args.test, args.limit_bytes, args.separator)
-    if train.keys() != test.keys():
-        raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
+    check_equal_names(train, test)
     models = AdaptedModels(args)
     for name, corpus in train.items():
         words = count_words(models.base.splitter, [document.text for document in corpus.documents])
@@ -115,8 +102,6 @@ class AdaptedModels:
     """Adapts one model and scores the results. args: the flags. folder, base: the model's folder and vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from mlx_zip.models.model_folder import find_model_folder
-
         self.args, self.folder = args, Path(find_model_folder(args.model))
         self.base: BaseVocabulary = read_base_vocabulary(self.folder)
 
@@ -134,12 +119,10 @@ class AdaptedModels:
             kept.save(file)
             convert_model_for_vocabulary(self.folder, file, out)
             found = self.score(out, documents)
-        return self.make_record(found, whole, kept) | {"share": share, "merges": n, "method": method}
+        return self.make_record(found, whole) | {"share": share, "merges": n, "method": method}
 
     def score(self, folder: Path, documents: Sequence[Document]) -> ModelScore:
         """Loads the model in a folder and scores the documents with it, strictly."""
-        from mlx_zip.engine.mlx.generate import load
-
         model, tokenizer = load(folder)
         windows = cut_scored_windows(tokenizer, documents, min(CONTEXT, context_limit(model) or CONTEXT))
         prefix = np.array([windows.prefix], np.uint32)
@@ -148,17 +131,15 @@ class AdaptedModels:
         bits = np.array([count_window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
         by_document = not has_hypertokens(model) and len(windows.windows) == len(documents)
-        whole, error = float(bits.sum() / n_bytes.sum()), ratio_standard_error(bits, n_bytes)
+        whole = float(bits.sum() / n_bytes.sum())
         tokens = sum(len(window.base_ids) for window in windows.windows)
         record = {
             "vocab_size": model.layout.vocab_size if has_hypertokens(model) else model.args.vocab_size,
             "bits_per_byte": round(whole, 5),
-            "standard_error": None if error is None else round(error, 5),
             "utility": round(1 - tokens / int(n_bytes.sum()), 5),
             "tokens": tokens,
             "ids": sum(len(row.ids) - 1 for row in rows),
             "file_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
-            "step_weight_bytes": weight_bytes(model),
         }
         spans = tuple(token_spans(tokenizer, document.text) for document in documents) if by_document else ()
         return ModelScore(
@@ -169,18 +150,12 @@ class AdaptedModels:
             tuple(-row.logprobs / math.log(2) for row in scored) if by_document else (),
         )
 
-    def make_record(
-        self, found: ModelScore, whole: ModelScore, kept: AdaptedVocabulary | None = None
-    ) -> dict[str, Any]:
-        """Returns the record of a model's result, with its differences from the unadapted model's result `whole`.
-
-        kept: the adapted vocabulary; None for the unadapted model.
-        """
+    def make_record(self, found: ModelScore, whole: ModelScore) -> dict[str, Any]:
+        """Returns the record of a model's result, with its differences from the unadapted model's result `whole`."""
         return {
             "share": 1,
             "merges": self.base.n_merges,
             "method": "whole list",
-            "virtual": len(kept.virtual) if kept is not None and kept.method == "adapt" else 0,
             **found.record,
             "change": round(found.bits_per_byte / whole.bits_per_byte - 1, 5),
             "where": bits_on_split_tokens(found, whole) if found.bits and whole.bits else None,

@@ -1,10 +1,9 @@
-"""AdaptBPE: what a merge list loses when it is cut to N merges, and how fast adapting and encoding are.
+"""AdaptBPE: what a merge list loses when it is cut to N merges, and how fast encoding is.
 
 A line per text and N gives the compression utility, 1 - tokens / bytes of held-out text, of the first N merges, of the
-N most frequent merges, of the list adapted by each rule, and of the whole list. It also gives the seconds of adapting,
-from text to swaps. One more line per text gives encoding speeds in MB/s on one core, for our encoders and for the
-`tokenizers` library with the same list; trials alternate, and "fresh" is an encoder with an empty cache. The documents
-of a text are joined by line breaks. Source: arXiv 2601.21665.
+N most frequent merges, of the list adapted by each rule, and of the whole list. One more line per text gives encoding
+speeds in MB/s on one core, for our encoders and for the `tokenizers` library with the same list; trials alternate, and
+"fresh" is an encoder with an empty cache. The documents of a text are joined by line breaks. Source: arXiv 2601.21665.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +23,6 @@ from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapt_vocabulary, count_words
 from mlx_zip.vocab.adaptbpe.base_vocabulary import BaseVocabulary, read_base_vocabulary
-from mlx_zip.vocab.adaptbpe.learn import Swap, adapt_merges
 from mlx_zip.vocab.adaptbpe.merge_list import PIECES, BpeEncoder
 from mlx_zip.vocab.adaptbpe.tokenizer_json import exact_tokenizer_json
 
@@ -40,20 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="tokenizer to adapt, of any kind that `mlx_zip vocab adapt learn` reads",
     )
-    add(
-        "--train",
-        nargs="+",
-        required=True,
-        metavar="NAME=FILE",
-        help="texts to adapt to, each with a name; FILE as in `bench tokens --text`",
-    )
-    add(
-        "--test",
-        nargs="+",
-        required=True,
-        metavar="NAME=FILE",
-        help="held-out texts to count tokens in; each NAME must also be in --train",
-    )
+    add_train_and_test_flags(add, "count tokens in")
     flag("--merges", [2000, 5000, 15000], "numbers of merges to keep, measured one by one", metavar="N")
     flag("--margin", 0, "make a swap of merges only if it saves more than N tokens of --train", metavar="N")
     flag("--trials", 5, "timed calls per measurement")
@@ -66,33 +50,39 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """
     check_flags_at_least(args, 1, "trials")
     train, test = join_texts(args.train), join_texts(args.test)
-    if train.keys() != test.keys():
-        raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
+    check_equal_names(train, test)
     base = read_base_vocabulary(args.tokenizer)
     if base.splitter.pieces not in PIECES:
         raise MlxZipError(f"{base.name}: its text is cut by the tokenizers library, so there is no speed to compare")
     for name in train:
         head = {"bench": "adaptbpe", "text": name, "base": base.name}
         for n in args.merges:
-            yield head | measure_utility(base, train[name], test[name], n, args.margin, args.trials)
+            yield head | measure_utility(base, train[name], test[name], n, args.margin)
         yield head | measure_encoding(base, train[name], min(args.merges), args.trials)
+
+
+def add_train_and_test_flags(add: Any, purpose: str) -> None:
+    """Declares --train and --test, which name texts. purpose: what the texts of --test are for, for the help."""
+    named: dict[str, Any] = {"nargs": "+", "required": True, "metavar": "NAME=FILE"}
+    add("--train", help="texts to adapt to, each with a name; FILE as in `bench tokens --text`", **named)
+    add("--test", help=f"held-out texts to {purpose}; each NAME must also be in --train", **named)
+
+
+def check_equal_names(train: Mapping[str, Any], test: Mapping[str, Any]) -> None:
+    """Raises `DataError` unless --train and --test name the same texts."""
+    if train.keys() != test.keys():
+        raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
 
 
 def join_texts(texts: list[str]) -> dict[str, str]:
     return {name: "\n".join(d.text for d in corpus.documents) for name, corpus in read_domains(texts).items()}
 
 
-def measure_utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, trials: int) -> dict[str, Any]:
-    """Adapts the merge list to `train`, keeping `n` merges; returns a record with seconds and the utility on `test`.
+def measure_utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int) -> dict[str, Any]:
+    """Adapts the merge list to `train`, keeping `n` merges; returns a record with the utility on `test`.
 
-    margin: see --margin. trials: how often adapting is timed.
+    margin: see --margin.
     """
-    seconds: list[float] = []
-    swaps: tuple[Swap, ...] = ()
-    for _ in range(trials):
-        begun = time.perf_counter()
-        swaps = adapt_merges(base.merges, count_words(base.splitter, [train]), n, margin=margin).swaps
-        seconds.append(time.perf_counter() - begun)
     words = count_words(base.splitter, [train])
     cut: dict[str, AdaptedVocabulary] = {
         "first_k": adapt_vocabulary(base, words, n, method="first-k"),
@@ -105,12 +95,10 @@ def measure_utility(base: BaseVocabulary, train: str, test: str, n: int, margin:
         "what": "utility",
         "merges": n,
         "margin": margin,
-        "swaps": len(swaps),
         "train_bytes": len(train.encode("utf-8")),
         "test_bytes": n_bytes,
         "utility": {name: saved(len(vocabulary.encode(test))) for name, vocabulary in cut.items()}
         | {"whole_list": saved(len(base.encode(test)))},
-        "adapting_s": summarize_samples(seconds),
     }
 
 
@@ -140,7 +128,6 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
         "bytes": len(data),
         "unit": "MB/s",
         "ids": len(theirs),
-        "same_ids": True,
         **{name: summarize_samples(samples) for name, samples in speeds.items()},
     }
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from mlx_zip.bench.plots import new_figure
+from mlx_zip.bench.plots import Figure, Pictures, new_figure
 from mlx_zip.bench.records import (
     Cell,
     Columns,
     Record,
     Records,
+    Tables,
     column_table,
+    lines_with,
     machines_table,
     make_column_table,
     median_and_range,
     table,
 )
 from mlx_zip.errors import MlxZipError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 TEXTS = {
     "pubmedqa": "PubMedQA",
@@ -54,13 +52,9 @@ LISTS = {"gpt2": "GPT-2", "cl100k_base": "cl100k"}
 COLUMNS = {"first_k": "first-k", "top_k": "top-k", "replay": "adapted"}  # keys of `bench adaptbpe`
 
 
-def lines_measuring(what: str, lines: Sequence[Record]) -> list[Record]:
-    return [line for line in lines if line["what"] == what]
-
-
 def utility_table(records: Records) -> str:
     rows, shown = [], ""
-    for line in lines_measuring("utility", records.lines("adaptbpe")):
+    for line in lines_with(records.lines("adaptbpe"), what="utility"):
         first = line["text"] != shown
         shown = line["text"]
         found = bold_best([line["utility"][name] for name in COLUMNS])
@@ -76,7 +70,7 @@ def bold_best(values: Sequence[float]) -> list[str]:
 
 
 def _speed_table(records: Records) -> str:
-    lines = lines_measuring("encoding", records.lines("adaptbpe"))
+    lines = lines_with(records.lines("adaptbpe"), what="encoding")
     heads = {
         "tokenizers": "`tokenizers`",
         "whole_list": "whole list",
@@ -94,17 +88,13 @@ def _bits_table(records: Records) -> str:
     for (text, n_bytes), shares in group_adapted_models(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
         name = f"{TEXTS.get(text, text)}, `{whole['model']}`: {whole['vocab_size']:,} ids, {n_bytes / 1e6:.1f} MB"
-        for share, methods in _shares_below_1(shares):
+        for share, methods in sorted(shares.items())[:-1]:  # the last is the whole list
             one = next(iter(methods.values()))
             size = f"{one['vocab_size']:,} ids, {one['file_bytes'] / 1e6:.1f} MB"
             bits = [_bits_cell(methods.get(method)) for method in METHODS]
             rows.append([name, f"{share:.0%}", size, *bits, f"{whole['bits_per_byte']:.3f}"])
             name = ""
     return table(["text, model", "merges kept", "", *METHODS.values(), "whole list"], rows)
-
-
-def _shares_below_1(shares: dict[float, dict[str, Record]]) -> list[tuple[float, dict[str, Record]]]:
-    return [(share, methods) for share, methods in sorted(shares.items()) if share < 1]
 
 
 def _bits_cell(line: Record | None) -> str:
@@ -135,7 +125,7 @@ def _over_top_k_table(records: Records) -> str:
 
     Cells are differences of utility in percentage points.
     """
-    lines = lines_measuring("utility", records.lines("adaptbpe-wide"))
+    lines = lines_with(records.lines("adaptbpe-wide"), what="utility")
     sizes = sorted({line["merges"] for line in lines})
     found: dict[tuple[str, str], dict[int, str]] = {}
     for line in lines:
@@ -182,7 +172,7 @@ def curve_of_method(shares: Any, method: str, key: str) -> tuple[list[float], li
     return list(x), list(y)
 
 
-TABLES: dict[str, Callable[[Records], str]] = {
+TABLES: Tables = {
     "adapt-utility": utility_table,
     "adapt-over-top-k": _over_top_k_table,
     "adapt-speed": _speed_table,
@@ -190,4 +180,4 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-where": make_column_table("adapt_model", SPLIT_COLUMNS, adapted_lines),
     "adapt-machines": lambda records: machines_table(records, RECORDS),
 }
-PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": utility_and_bits_figure}
+PICTURES: Pictures = {"docs/reports/adaptbpe.svg": utility_and_bits_figure}

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Columns, Record, Records, machines_table, make_column_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from mlx_zip.bench.plots import Figure, Pictures, new_figure
+from mlx_zip.bench.records import Cell, Columns, Record, Records, Tables, lines_with, machines_table, make_column_table
 
 CODEC, MODELS = "hbpe", "hbpe_model"  # names of records
-GPT2 = "gpt2_vocab.bpe"
+GPT2 = partial(lines_with, tokenizer="gpt2_vocab.bpe")
 NAMES = {
     "plain": "plain BPE",
     "patches": "patches",
@@ -29,12 +25,8 @@ TABLE3 = {"patches": "1.20", "space": "1.24", "entropy": "1.27"}  # bits per byt
 TABLE3_PATCHES = {"patches": "3.62", "space": "3.06", "entropy": "1.66"}  # bytes per patch
 
 
-def lines_of_recipe(lines: Sequence[Record], recipe: str) -> list[Record]:
-    return [line for line in lines if line["recipe"] == recipe]
-
-
 def models_table(recipe: str, columns: Columns) -> Callable[[Records], str]:
-    return make_column_table(MODELS, columns, partial(lines_of_recipe, recipe=recipe))
+    return make_column_table(MODELS, columns, partial(lines_with, recipe=recipe))
 
 
 def gflops_cell(name: str) -> Cell:
@@ -43,10 +35,6 @@ def gflops_cell(name: str) -> Cell:
 
 def paper_cell(figures: Mapping[str, str]) -> Cell:
     return lambda line: figures.get(line["model"], "")
-
-
-def gpt2_lines(lines: Sequence[Record]) -> list[Record]:
-    return [line for line in lines if line["tokenizer"] == GPT2]
 
 
 def lines_with_text(lines: Sequence[Record]) -> list[Record]:
@@ -129,7 +117,7 @@ def bits_per_byte_figure(records: Records) -> Figure:
     The panels' x axes are text read, training FLOPs and processor seconds. Raises `InstallationError` if matplotlib is
     missing.
     """
-    found = lines_of_recipe(records.lines(MODELS), "table2")
+    found = lines_with(records.lines(MODELS), recipe="table2")
     over = {
         "text read, MB": lambda line, point: point["train_bytes"] / 1e6,
         "FLOPs of training, 10^12": lambda line, point: _training_flops(line, point) / 1e12,
@@ -152,13 +140,13 @@ def _training_flops(line: Record, point: Record) -> float:
     return 3 * line["forward_flops_per_byte"] * point["train_bytes"]
 
 
-TABLES = {
-    "hbpe-codec": make_column_table(CODEC, CODEC_COLUMNS, gpt2_lines),
+TABLES: Tables = {
+    "hbpe-codec": make_column_table(CODEC, CODEC_COLUMNS, GPT2),
     "hbpe-kinds": models_table("table2", KIND_COLUMNS),
     "hbpe-chinese": models_table("table3", CHINESE_COLUMNS),
     "hbpe-sizes": models_table("figure7", SIZE_COLUMNS),
     "hbpe-cuts": make_column_table(CODEC, TEXT_COLUMNS, lines_with_text),
-    "hbpe-flops": make_column_table(CODEC, FLOPS_COLUMNS, gpt2_lines),
+    "hbpe-flops": make_column_table(CODEC, FLOPS_COLUMNS, GPT2),
     "hbpe-machines": lambda records: machines_table(records, (CODEC, MODELS)),
 }
-PICTURES = {"docs/reports/hbpe.svg": bits_per_byte_figure}
+PICTURES: Pictures = {"docs/reports/hbpe.svg": bits_per_byte_figure}

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -53,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench multitok` to a parser."""
     add = parser.add_argument
     flag = default_flags(add)
-    add("--text", nargs="+", metavar="FILE", help="texts to learn phrases from: .txt or .jsonl, also .gz")
+    add(
+        "--text", nargs="+", required=True, metavar="FILE", help="texts to learn phrases from: .txt or .jsonl, also .gz"
+    )
     add(
         "--held-out",
         nargs="+",
@@ -65,12 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="vocabulary file of `bench tokens`; phrases are made of its ids, and only ratios are measured (default: "
         "phrases are made of words)",
     )
-    add(
-        "--only",
-        choices=("speed", "ratios"),
-        help="measure only the speed of encoding, or only the ratios of tokens to units (default: both; with "
-        "--tokenizer ratios)",
-    )
     flag("--trials", 9, "timed calls per measurement")
 
 
@@ -79,14 +76,10 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
-    if not args.text:
-        raise MlxZipError("--text is missing")
     check_flags_at_least(args, 1, "trials")
-    if args.tokenizer and args.only == "speed":
-        raise MlxZipError("--only speed measures words: leave --tokenizer out")
     corpus = PhraseCorpus(args)
-    speeds = [] if args.tokenizer or args.only == "ratios" else speed_records(corpus, args.trials)
-    for line in [*speeds, *([] if args.only == "speed" else ratio_records(corpus))]:
+    speeds = [] if args.tokenizer else speed_records(corpus, args.trials)
+    for line in chain(speeds, ratio_records(corpus)):
         yield {"bench": "multitok", **line, "data": corpus.record}
         print(f"{line['what']}: {line['setting']}", file=sys.stderr)
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Columns, Record, Records, make_column_table, median_and_range, table
+from mlx_zip.bench.plots import Figure, Pictures, new_figure
+from mlx_zip.bench.records import Cell, Columns, Record, Tables, make_column_table, median_and_range, table
 from mlx_zip.errors import DataError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def measured_by(line: Record) -> str:
@@ -195,7 +191,7 @@ def training_loss_figure(lines: Sequence[Record]) -> Figure:
     return figure
 
 
-TABLES: dict[str, Callable[[Records], str]] = {
+TABLES: Tables = {
     "multitok-speed": make_column_table("multitok", SPEED_COLUMNS, timed_lines),
     "multitok-ratios": make_column_table("multitok", WORD_COLUMNS, partial(ratio_lines, what="ratio", words=True)),
     "multitok-pruned": make_column_table("multitok", PRUNED_COLUMNS, partial(ratio_lines, what="pruned", words=True)),
@@ -205,6 +201,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "classifier": lambda records: classifier_table(records.lines("classify"), of_paper=True),
     "classifier-others": lambda records: classifier_table(records.lines("classify"), of_paper=False),
 }
-PICTURES: dict[str, Callable[[Records], Figure]] = {
+PICTURES: Pictures = {
     "docs/reports/multitok-classifier.svg": lambda records: training_loss_figure(records.lines("classify"))
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import compare_bits, cut_scored_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     flag = default_flags(add)
     add_models(add)
-    add("--data", nargs="+", metavar="FILE", help="held-out texts to score: .txt or .jsonl files, also with .gz")
+    add("--data", nargs="+", required=True, metavar="FILE", help="held-out texts to score: .txt or .jsonl, also .gz")
     add_separator_flag(add)
     add_limit_bytes_flag(add, "--data")
     add(
@@ -39,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flag("--batch-size", 8, "windows per model call")
 
 
-def add_models(add: Any, required: bool = False) -> None:
-    """Adds the flags --model and --base. add: a parser's add_argument. required: whether both flags must be given."""
-    add("--model", required=required, help="zip2zip model to measure with packs: a folder or a bundled model's name")
+def add_models(add: Any) -> None:
+    """Adds the flags --model and --base. add: a parser's add_argument."""
+    add("--model", required=True, help="zip2zip model to measure with packs: a folder or a bundled model's name")
     add(
         "--base",
-        required=required,
+        required=True,
         help="plain model with the same tokenizer to compare --model with: a folder or a bundled model's name",
     )
 
@@ -60,10 +61,6 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
-    if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
-        raise MlxZipError(f"--{missing[0]} is missing")
-    from mlx_zip.engine.mlx.generate import load
-
     packs = read_packs(args.pack)
     (model, tokenizer), (base, base_tokenizer) = load(args.model), load(args.base)
     check_packs(packs, model, tokenizer)

@@ -16,6 +16,7 @@ from typing import Any
 
 from mlx_zip.arguments import add_separator_flag, check_flags_at_least, default_flags
 from mlx_zip.codec import Codebook
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.engine.mlx.scoring import codec_of_model
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import cut_scored_windows
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench pack_transfer` to a parser."""
     add = parser.add_argument
     flag = default_flags(add)
-    add_models(add, required=True)
+    add_models(add)
     add(
         "--codebook-size",
         type=int,
@@ -82,8 +83,6 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
     check_flags_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
-    from mlx_zip.engine.mlx.generate import load
-
     given = read_packs(args.pack)
     (model, tokenizer), (base, _) = load(args.model, codebook_size=args.codebook_size), load(args.base)
     known, held_out = split_at_half_of_bytes(read_corpus(args.data, args.separator).documents)

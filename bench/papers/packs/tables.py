@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Columns, Record, Records, machines_table, make_column_table, table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+from mlx_zip.bench.plots import Figure, Pictures, new_figure
+from mlx_zip.bench.records import Cell, Columns, Record, Records, Tables, machines_table, make_column_table, table
 
 CROSSED = 1024  # entries of the packs that are tried on texts of other domains
 LEARNERS = ("learn", "multitok", "bpe")
@@ -122,7 +117,7 @@ def bits_against_compression_figure(lines: Sequence[Record]) -> Figure:
     return figure
 
 
-TABLES: dict[str, Callable[[Records], str]] = {
+TABLES: Tables = {
     "packs": _own_domain_table,
     "packs-crossed": _crossed_table,
     "packs-learners": _learners_table,
@@ -140,6 +135,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
         ),
     ),
 }
-PICTURES: dict[str, Callable[[Records], Figure]] = {
+PICTURES: Pictures = {
     "docs/reports/packs.svg": lambda records: bits_against_compression_figure(records.lines("pack_quality"))
 }

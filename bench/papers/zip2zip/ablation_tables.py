@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Record, Records, column_table, table
+from mlx_zip.bench.plots import Figure, Pictures, new_figure
+from mlx_zip.bench.records import Cell, Record, Records, Tables, column_table, table
 from mlx_zip.errors import MlxZipError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ENCODERS = {  # name: (kind, layers, label)
     "averaging": ("averaging", 1, "averaging"),
@@ -24,6 +21,7 @@ ENCODERS = {  # name: (kind, layers, label)
     "res_latent_attn": ("res_latent_attn", 2, "res_latent_attn, 2 layers (zip2zip++)"),
 }
 PAPER_TEXTS = ("Wiki", "Pile", "mC4", "dC4")
+PAPER_HEADS = [f"paper: {name}" for name in PAPER_TEXTS]
 # Byte-perplexity of Phi-3.5-4B on PAPER_TEXTS. Source: arXiv 2506.01084, appendix A, tables 7 and 8. The row of M = 3
 # and that of two transformer layers are equal, so table 7 was measured with that encoder.
 PAPER_SIZES = {
@@ -43,21 +41,21 @@ PAPER_ENCODERS = {
 
 
 class AblationResults:
-    """Our lines, and those of each ablation: `sizes` by merge size, `encoders` by hyper-encoder.
+    """Our lines, at least one, and those of each ablation: `sizes` by merge size, `encoders` by hyper-encoder.
 
     Raises `MlxZipError` if the conditions of two lines differ.
     """
 
     def __init__(self, lines: Sequence[Record]) -> None:
         self.lines = sorted(lines, key=setting_order)
-        self.conditions: dict[str, Any] = lines[0]["conditions"] if lines else {}
+        self.conditions: dict[str, Any] = lines[0]["conditions"]
         for line in lines:
             if line["conditions"] != self.conditions:
                 raise MlxZipError("the lines were measured under different conditions and do not compare")
-        self.texts = [name for name, _ in self.conditions.get("valid", [])]
+        self.texts = [name for name, _ in self.conditions["valid"]]
         self.seeds = sorted({line["setting"]["seed"] for line in lines})
-        self.sizes = self._group_lines("merge_size", "encoder", (None, self.conditions.get("encoder")))
-        encoders = self._group_lines("encoder", "merge_size", (self.conditions.get("merge_size"),))
+        self.sizes = self._group_lines("merge_size", "encoder", (None, self.conditions["encoder"]))
+        encoders = self._group_lines("encoder", "merge_size", (self.conditions["merge_size"],))
         self.encoders = {name: encoders[name] for name in ENCODERS if name in encoders}
 
     def _group_lines(self, key: str, other: str, allowed: tuple[Any, ...]) -> dict[Any, list[Record]]:
@@ -93,29 +91,26 @@ def tables_7_and_8(results: AblationResults) -> str:
 
 def table7(results: AblationResults) -> str:
     """Returns the table of byte-perplexity and compression rate by merge size, our results and the paper's."""
-    rate = ["compression rate (%)"] if results.lines else []
-    rows = [["M", *results.texts, *rate, *_paper_heads(PAPER_TEXTS), "paper: rate (%)"]]
+    rows = []
     for m in sorted({*results.sizes, *PAPER_SIZES}):
         lines = results.sizes.get(m, [])
         rates = [100 * line["training"]["compression_rate"] for line in lines]
         theirs = [*_paper_cells(PAPER_SIZES.get(m)), f"{PAPER_RATES[m]:.2f}" if m in PAPER_RATES else "-"]
-        ours = [*_perplexity_cells(lines, results.texts), mean_and_range(rates, 2)] if results.lines else []
-        rows.append([str(m), *ours, *theirs])
-    return table(rows[0], rows[1:])
+        rows.append([str(m), *_perplexity_cells(lines, results.texts), mean_and_range(rates, 2), *theirs])
+    return table(["M", *results.texts, "compression rate (%)", *PAPER_HEADS, "paper: rate (%)"], rows)
 
 
 def table8(results: AblationResults) -> str:
     """Returns the table of byte-perplexity by hyper-encoder, our results and the paper's."""
-    parameters = ["parameters"] if results.lines else []
-    rows = [["encoder", *results.texts, *parameters, *_paper_heads(PAPER_TEXTS)]]
+    rows = []
     for name in ENCODERS:
         lines = results.encoders.get(name, [])
         if not lines and name not in PAPER_ENCODERS:
             continue
         size = f"{lines[0]['parameters']['encoders']:,}" if lines else "-"
-        ours = [*_perplexity_cells(lines, results.texts), size] if results.lines else []
-        rows.append([ENCODERS[name][2], *ours, *_paper_cells(PAPER_ENCODERS.get(name))])
-    return table(rows[0], rows[1:])
+        cells = [*_perplexity_cells(lines, results.texts), size, *_paper_cells(PAPER_ENCODERS.get(name))]
+        rows.append([ENCODERS[name][2], *cells])
+    return table(["encoder", *results.texts, "parameters", *PAPER_HEADS], rows)
 
 
 def all_figures_table(results: AblationResults) -> str:
@@ -140,10 +135,6 @@ _FIGURES: tuple[tuple[str, Cell], ...] = (
     ("text read, MB", lambda row: f"{row['line']['training']['bytes'] / 1e6:.2f}"),
     ("training, s", "{line[training][seconds]:,.0f}"),
 )
-
-
-def _paper_heads(names: Sequence[str]) -> list[str]:
-    return [f"paper: {name}" for name in names]
 
 
 def _paper_cells(values: Sequence[float] | None) -> list[str]:
@@ -229,7 +220,7 @@ def encoder_figure(results: AblationResults) -> Figure:
     return training_loss_figure("hyper-encoder", {ENCODERS[name][2]: found for name, found in results.encoders.items()})
 
 
-TABLES: dict[str, Callable[[Records], str]] = {
+TABLES: Tables = {
     "ablations-setup": from_records(conditions_table),
     "ablations-merge-sizes": from_records(table7),
     "ablations-encoders": from_records(table8),
@@ -238,7 +229,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     ),
     "ablations-all": from_records(all_figures_table),
 }
-PICTURES: dict[str, Callable[[Records], Figure]] = {
+PICTURES: Pictures = {
     "docs/reports/ablations-figure5.svg": from_records(merge_size_figure),
     "docs/reports/ablations-figure6.svg": from_records(encoder_figure),
 }

@@ -23,7 +23,19 @@ from typing import Any
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import read_lines, write_whole
+from mlx_zip.config import SIDES
+from mlx_zip.engine.mlx.generate import load
 from mlx_zip.errors import MlxZipError
+from mlx_zip.evaluation.bits import cut_scored_windows, measure_bits
+from mlx_zip.models.model_folder import find_model_folder, read_model_config
+from mlx_zip.models.rows.fingerprints import named_arrays
+from mlx_zip.text.documents import read_corpus
+from mlx_zip.text.sources import Source
+from mlx_zip.training.prepare.plan import PrepareOptions
+from mlx_zip.training.prepare.preparation import prepare_data
+from mlx_zip.training.run import RunOptions, finished_model_folder, train
+from mlx_zip.training.run_folder import read_metrics
+from mlx_zip.training.settings import EncoderOptions, TrainSettings
 
 from .ablation_tables import ENCODERS, AblationResults, tables_7_and_8
 
@@ -44,11 +56,13 @@ _TRAINING = (  # flags that are also fields of `TrainSettings`
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench ablations` to a parser."""
     add = parser.add_argument
-    add("--model", help="plain model to start every setting from: a folder or a hub id")
-    add("--data", nargs="+", metavar="FILE", help="texts to train on, in any format of `mlx_zip prepare --data`")
-    add("--valid", nargs="+", metavar="FILE", help="held-out texts to evaluate on; each is a column of the tables")
+    texts: dict[str, Any] = {"nargs": "+", "required": True, "metavar": "FILE"}
+    add("--model", required=True, help="plain model to start every setting from: a folder or a hub id")
+    add("--data", help="texts to train on, in any format of `mlx_zip prepare --data`", **texts)
+    add("--valid", help="held-out texts to evaluate on; each is a column of the tables", **texts)
     add(
         "--out",
+        required=True,
         metavar="DIR",
         help=f"folder to write prepared data, training runs and results ({LINES}) to; the same command "
         "continues an interrupted run",
@@ -105,9 +119,6 @@ def run(args: argparse.Namespace) -> int:
     Returns 0. A signal that stops training ends the process with exit status 130 or 143; the same command continues the
     run. Raises `MlxZipError` if a flag or file cannot be used.
     """
-    for name in ("model", "data", "valid", "out"):
-        if not getattr(args, name):
-            raise MlxZipError(f"--{name} is missing")
     lines = Path(args.out) / LINES
     measure_all(args, lines)
     print(tables_7_and_8(AblationResults(read_lines(lines))))
@@ -179,8 +190,6 @@ def shared_conditions(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises `MlxZipError` if --model is a zip2zip model, or two texts of --valid have the same name.
     """
-    from mlx_zip.models.model_folder import find_model_folder, read_model_config
-
     folder = find_model_folder(args.model)
     if "zip2zip" in read_model_config(folder):
         raise MlxZipError(f"{args.model} is a zip2zip model; the ablations start from a plain one")
@@ -234,10 +243,6 @@ class AblationRunner:
 
         Raises `MlxZipError` if training would not read every window equally often.
         """
-        from mlx_zip.text.sources import Source
-        from mlx_zip.training.prepare.plan import PrepareOptions
-        from mlx_zip.training.prepare.preparation import prepare_data
-
         args, out = self.args, self.out / "data" / f"m{merge_size}"
         read = args.iters * args.batch_size
         options = PrepareOptions(
@@ -262,9 +267,6 @@ class AblationRunner:
         return out, index
 
     def _train(self, setting: Setting, data: Path) -> Path:
-        from mlx_zip.training.run import RunOptions, train
-        from mlx_zip.training.settings import EncoderOptions, TrainSettings
-
         args, out = self.args, self.out / "runs" / setting.name
         kind, layers, _ = ENCODERS[setting.encoder or "averaging"]
         encoder = EncoderOptions(kind=kind, num_hidden_layers=layers, num_heads=args.encoder_heads)
@@ -288,8 +290,6 @@ class AblationRunner:
         A point of the curve has the bytes read so far, and the mean nats per id and bits per byte since the last point.
         index: the index of the prepared windows.
         """
-        from mlx_zip.training.run_folder import read_metrics
-
         reports = [line for line in read_metrics(run_folder) if "loss" in line]
         totals, last = index["totals"], reports[-1]
         return {
@@ -303,10 +303,6 @@ class AblationRunner:
         }
 
     def _evaluate(self, run_folder: Path) -> dict[str, Any]:
-        from mlx_zip.engine.mlx.generate import load
-        from mlx_zip.evaluation.bits import measure_bits
-        from mlx_zip.training.run import finished_model_folder
-
         model, tokenizer = load(str(finished_model_folder(run_folder)))
         texts = {}
         for path in self.args.valid:
@@ -315,9 +311,6 @@ class AblationRunner:
         return {"parameters": count_parameters(model), "texts": texts}
 
     def _windows_of_text(self, path: str, tokenizer: Any) -> Any:
-        from mlx_zip.evaluation.bits import cut_scored_windows
-        from mlx_zip.text.documents import read_corpus
-
         if path not in self._windows:
             corpus = read_corpus([path], self.args.separator, self.args.limit_bytes)
             self._windows[path] = cut_scored_windows(tokenizer, corpus.documents, self.args.context, fill_windows=True)
@@ -325,9 +318,6 @@ class AblationRunner:
 
 
 def count_parameters(model: Any) -> dict[str, int]:
-    from mlx_zip.config import SIDES
-    from mlx_zip.models.rows.fingerprints import named_arrays
-
     sizes = [(name, value.size) for name, value in named_arrays(model.parameters())]
     encoders = sum(size for name, size in sizes if name.startswith(SIDES))
     return {"decoder": sum(size for _, size in sizes) - encoders, "encoders": encoders}

@@ -5,19 +5,17 @@ Counts come from `bench tokens` (tables 2 and 7 of arXiv 2506.01084), latencies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlx_zip.bench.records import Cell, Record, Records, make_column_table, median_and_range, table
+from mlx_zip.bench.plots import Figure, Pictures, new_figure
+from mlx_zip.bench.records import Cell, Columns, Record, Records, Tables, make_column_table, median_and_range, table
 from mlx_zip.errors import MlxZipError
 
 from .ablation_tables import PAPER_RATES
-from .codec_figure import added_latency_percent, latency_figure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .codec_figure import CURVES
 
 MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # as in the paper (§3.1, table 7), except the codebook size
 
@@ -63,7 +61,7 @@ def paper_rows_of(tokenizer: str) -> PaperRows | None:
 
 
 class RecordedCounts:
-    """Lines of `bench tokens` by tokenizer and text; only lines without disabled ids.
+    """Lines of `bench tokens` by tokenizer and text; only lines without disabled ids, which older ones may have.
 
     Raises `MlxZipError` if two lines have the same tokenizer and text, or a text's content differs between lines.
     """
@@ -72,7 +70,7 @@ class RecordedCounts:
         self.lines: dict[tuple[str, str], Record] = {}
         texts: dict[str, str] = {}
         for line in lines:
-            if line["bench"] != "tokens" or line["disabled"] != "none":
+            if line["bench"] != "tokens" or line.get("disabled", "none") != "none":
                 continue
             tokenizer, text = key = line["tokenizer"]["name"], line["domain"]
             if key in self.lines:
@@ -176,7 +174,7 @@ def _paper_cells(paper: PaperRows, domain: str) -> list[str]:
     return [f"{paper.base[i]:.1f}", f"{paper.compressed[i]:.1f} ({gain:+.0%})"]
 
 
-# ---- table 7, figure 4
+# ---- table 7
 
 
 def merge_sizes_table(counts: RecordedCounts) -> str:
@@ -189,22 +187,6 @@ def merge_sizes_table(counts: RecordedCounts) -> str:
             ours.append(counts.mean_rate_of_mixture(PHI_35, RATE_WINDOW, m))
         rows.append([str(m), *("-" if rate is None else f"{100 * rate:.2f}" for rate in ours), f"{paper:.2f}"])
     return table(["M", *counts.texts, "mixture", "paper"], rows)
-
-
-def _latency_columns() -> Iterator[tuple[str, Cell]]:
-    """Yields the columns of figure 4: milliseconds of a tokenizer alone and with each codec, by bytes of text."""
-    codecs = {"mlx_zip": "with_ours", "zip2zip-compression": "with_upstream"}
-    yield "tokenizer", lambda line: line["data"].split("; ")[-1]
-    yield "library", "{setting[library]}"
-    yield "bytes", "{bytes:,}"
-    for head, of in {"tokenizer alone": "tokenizer", **{f"with {name}": of for name, of in codecs.items()}}.items():
-        yield f"{head}, ms", lambda line, of=of: median_and_range(line[of], 2, " to ", 1e3) or "-"
-    for name, of in codecs.items():
-        yield (
-            f"added by {name}",
-            lambda line, of=of: f"{median(added_latency_percent(line, of)):+.1f}%" if line[of] else "-",
-        )
-    yield "load average", "{load_average}"
 
 
 def texts_table(counts: RecordedCounts) -> str:
@@ -222,14 +204,76 @@ def table_from_records(make: Callable[..., str], *args: Any) -> Callable[[Record
     return lambda records: make(RecordedCounts(records.lines("tokens")), *args)
 
 
-LATENCY = tuple(_latency_columns())
-TABLES: dict[str, Callable[[Records], str]] = {
+# ---- figure 4: milliseconds of a tokenizer alone and with each codec, by bytes of text
+
+
+def latency_cell(name: str) -> Cell:
+    return lambda line: median_and_range(line[name], 2, " to ", 1e3) or "-"
+
+
+def added_latency_cell(name: str) -> Cell:
+    return lambda line: f"{median(added_latency_percent(line, name)):+.1f}%" if line[name] else "-"
+
+
+CODECS = {name: label.removeprefix("with ") for name, label in CURVES.items() if name != "tokenizer"}
+LATENCY: Columns = (
+    ("tokenizer", lambda line: line["data"].split("; ")[-1]),
+    ("library", "{setting[library]}"),
+    ("bytes", "{bytes:,}"),
+    *((f"{label}, ms", latency_cell(name)) for name, label in CURVES.items()),
+    *((f"added by {label}", added_latency_cell(name)) for name, label in CODECS.items()),
+    ("load average", "{load_average}"),
+)
+
+
+def latency_figure(lines: Sequence[Record]) -> Figure:
+    """Returns a figure with two panels: the latencies, and what each codec adds, of the first line's tokenizer.
+
+    Points are medians; bars reach from minimum to maximum.
+    """
+    lines = [line for line in lines if line["data"] == lines[0]["data"]]
+    figure = new_figure()
+    latency_panel, added_panel = figure.subplots(1, 2)
+    for i, (name, label) in enumerate(CURVES.items()):
+        found = [line for line in lines if line[name]]
+        if not found:
+            continue
+        sizes = [line["bytes"] for line in found]
+        draw_points(latency_panel, sizes, [[x / 1e3 for x in line[name]["samples"]] for line in found], i, label)
+        if name != "tokenizer":
+            draw_points(added_panel, sizes, [added_latency_percent(line, name) for line in found], i, label)
+    latency_panel.set(xscale="log", yscale="log", xlabel="bytes of text", ylabel="ms")
+    added_panel.set(xscale="log", ylim=(0, None), xlabel="bytes of text", ylabel="added to the tokenizer's time, %")
+    for panel in (latency_panel, added_panel):
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.suptitle(lines[0]["data"].split("; ")[-1])
+    return figure
+
+
+def added_latency_percent(line: Record, name: str) -> list[float]:
+    """Returns the time that a codec adds in each trial, in percent of the tokenizer's time.
+
+    name: "with_ours" or "with_upstream".
+    """
+    pairs = zip(line["tokenizer"]["samples"], line[name]["samples"], strict=True)
+    return [100 * (total / alone - 1) for alone, total in pairs]
+
+
+def draw_points(panel: Any, sizes: Sequence[int], samples: Sequence[Sequence[float]], color: int, label: str) -> None:
+    middle = [median(values) for values in samples]
+    low = [m - min(values) for m, values in zip(middle, samples, strict=True)]
+    high = [max(values) - m for m, values in zip(middle, samples, strict=True)]
+    panel.errorbar(sizes, middle, [low, high], color=f"C{color}", marker="o", capsize=3, label=label)
+
+
+TABLES: Tables = {
     **{f"tokens-{name}": table_from_records(bytes_per_token_table, name) for name in TOKENIZERS},
     "tokens-paper": table_from_records(paper_only_table),
     "tokens-rates": table_from_records(merge_sizes_table),
     "tokens-texts": table_from_records(texts_table),
     "codec-latency": make_column_table("codec-figure4", LATENCY),
 }
-PICTURES: dict[str, Callable[[Records], Figure]] = {
+PICTURES: Pictures = {
     "docs/reports/compression-figure4.svg": lambda records: latency_figure(records.lines("codec-figure4"))
 }

@@ -1,34 +1,45 @@
 """Times `mlx_zip serve` over HTTP, and compares it with `generate` and with mlx-lm's server on the base model.
 
-Servers run as separate processes for the whole run. Each trial asks every server in every way, in changing order.
+Servers run as separate processes for the whole run. Each trial asks every server in every way, in changing order. The
+client talks to servers on this machine, one request per connection, in the dialect of chat completions, and records
+when each event of a streamed answer arrives.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from http.client import HTTPConnection, HTTPException
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any
 
 from mlx_zip.arguments import check_flags_at_least, default_flags
-from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
-from mlx_zip.bench.engines.model_making import models_from_folders
-from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.recording import load_before_bench, print_header, run_in_turns, summarize_samples
-from mlx_zip.bench.tables.performance import serving_table
 from mlx_zip.engine.mlx.generate import stream_generate
+from mlx_zip.errors import MlxZipError
 from mlx_zip.models.loading import load
 from mlx_zip.named import resolve_model_name
 
-from .client import AskedServer, Reply, answered_tokens, chat_text, first_text_s, served_model_name
-from .server_process import running_server, serve_command
+from .engines.mlx_engines import MlxLm, wait_and_free_memory
+from .engines.model_making import models_from_folders
+from .engines.workloads import REQUESTS
+from .recording import load_before_bench, print_header, run_in_turns, summarize_samples
+from .tables.performance import serving_table
+
+START_S, END_S = 180.0, 30.0  # most seconds for a server to start and to end
+END = "[DONE]"  # the last event of a streamed answer
+STORY = "Once upon a time there was a {} who wanted to find {}. "  # the sentence of long prompts
+THINGS = ("the sea", "a red kite", "the old bridge", "some honey", "a quiet place", "the moon", "a green door", "home")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -184,12 +195,171 @@ def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[st
     return {f"{name}_s": summarize_samples(s) for name, s in found.items()} | {"ratio": summarize_samples(ratios)}
 
 
-STORY = "Once upon a time there was a {} who wanted to find {}. "  # the sentence of long prompts
-THINGS = ("the sea", "a red kite", "the old bridge", "some honey", "a quiet place", "the moon", "a green door", "home")
-
-
 def long_prompt(words: int, number: int) -> str:
     begin = f"Here are {number + 100} stories. "
     names = ("dog", "cat", "girl", "boy", "bird", "bear", "fox", "frog")
     pieces = (STORY.format(names[(i + number) % 8], THINGS[(i // 8 + i * number) % 8]) for i in range(words))
     return " ".join((begin + "".join(pieces)).split()[:words])
+
+
+# ---- the client
+
+
+@dataclass
+class Reply:
+    """A server's answer.
+
+    events: for a streamed answer, (seconds after the request was sent, content of a `data:` line). body: content of any
+    other answer. JSON is parsed; anything else is kept as text. seconds: time until the last byte.
+    """
+
+    status: int
+    body: Any = None
+    events: list[tuple[float, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def send_request(port: int, path: str, body: Any = None, *, timeout_s: float = 120.0) -> Reply:
+    """Sends a request to 127.0.0.1 and returns the reply: a POST of `body` as JSON, or a GET if there is no body.
+
+    Raises `MlxZipError` if the server sends nothing for timeout_s seconds, or the answer's end is missing.
+    """
+    method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
+    try:
+        with closing(HTTPConnection("127.0.0.1", port, timeout=timeout_s)) as connection:
+            connection.connect()
+            sent = time.perf_counter()
+            connection.request(method, path, content, {"Content-Type": "application/json", "Connection": "close"})
+            answer = connection.getresponse()
+            reply = Reply(answer.status)
+            if answer.headers.get_content_type() == "text/event-stream":
+                for line in answer:
+                    if line.startswith(b"data:"):
+                        reply.events.append((time.perf_counter() - sent, parse_json_or_text(line[5:].strip())))
+                is_whole = bool(reply.events) and reply.events[-1][1] == END
+            else:
+                found = answer.read()
+                reply.body, is_whole = parse_json_or_text(found), bool(found)
+            reply.seconds = time.perf_counter() - sent
+    except (OSError, HTTPException) as error:
+        raise MlxZipError(f"{path} on port {port}: no whole answer ({type(error).__name__}: {error})") from error
+    if not is_whole:
+        raise MlxZipError(f"{path} on port {port}: no whole answer (its end is missing)")
+    return reply
+
+
+def parse_json_or_text(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.decode("utf-8", "replace")
+
+
+def chat_text(reply: Reply) -> str:
+    """Returns the text of a streamed chat completion."""
+    choices = [choice for _, event in reply.events if isinstance(event, dict) for choice in event.get("choices", ())]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def answered_tokens(reply: Reply) -> int:
+    """Returns the base tokens of a streamed chat completion, as the server counts them."""
+    found = next(
+        event["usage"] for _, event in reversed(reply.events) if isinstance(event, dict) and event.get("usage")
+    )
+    return found["completion_tokens"]
+
+
+def served_model_name(port: int) -> str:
+    """Returns the name of the first model that a server lists. Raises `MlxZipError` if it lists none."""
+    reply = send_request(port, "/v1/models")
+    try:
+        return reply.body["data"][0]["id"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise MlxZipError(f"the server on port {port} lists no model (/v1/models, status {reply.status})") from error
+
+
+@dataclass(frozen=True)
+class AskedServer:
+    """A server to send requests to. model: the server's name for its model."""
+
+    port: int
+    model: str
+
+    def answer(self, content: str, max_tokens: int) -> Reply:
+        """Returns the greedy streamed answer to one message."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return send_request(self.port, "/v1/chat/completions", body)
+
+
+def first_text_s(reply: Reply) -> float:
+    """Returns the seconds from the request to a streamed chat completion's first text; without text, to its end."""
+    for seconds, event in reply.events:
+        if isinstance(event, dict) and any(one["delta"].get("content") for one in event.get("choices") or ()):
+            return seconds
+    return reply.seconds
+
+
+# ---- the servers' processes
+
+
+@contextmanager
+def running_server(words: Sequence[str]) -> Iterator[int]:
+    """Context manager: runs a server in a separate process and yields its port, when the server answers.
+
+    words: the command after `python -m`, without host and port. Raises `MlxZipError` if the server does not answer.
+    """
+    port = free_port()
+    command = [sys.executable, "-m", *words, "--host", "127.0.0.1", "--port", str(port)]
+    with TemporaryFile() as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            wait_until_ready(process, port, f"the server {' '.join(words)}", log)
+            yield port
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(END_S)
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], port: int, name: str, log: IO[bytes]) -> None:
+    """Waits until the server answers. Raises `MlxZipError` if it ends first or needs over `START_S` seconds."""
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise MlxZipError(f"{name} ended at once: {last_line(log)}")
+        try:
+            if send_request(port, "/health", timeout_s=5).status == 200:
+                return
+        except MlxZipError:  # the server does not listen yet
+            time.sleep(0.1)
+    raise MlxZipError(f"{name} does not answer after {START_S:.0f} s")
+
+
+def last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode("utf-8", "replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "nothing printed")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def serve_command(model: str, folder: Path) -> list[str]:
+    """Returns the command, after `python -m`, that serves a model.
+
+    folder: for sessions, so that the server neither reads nor leaves any in the user's folder.
+    """
+    return ["mlx_zip", "serve", "--model", model, "--session-cache", str(folder)]

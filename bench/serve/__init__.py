@@ -1,1 +1,0 @@
-"""Benches of the server, which runs as a process and receives requests over HTTP."""
