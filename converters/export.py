@@ -73,6 +73,7 @@ def _read_exported_model(place: ModelPlace, facts: TokenizerFacts, dtype: str | 
     """Reads and checks a converted model; dequantizes it, merges its adapter and casts it, all lazily."""
     from mlx_lm.utils import dequantize_model
 
+    model: Any
     model, config = load_converted_model(place)
     _check_exportable(model, facts, drop_start, (place.folder / ADAPTED).is_file())
     if config.get("quantization"):
