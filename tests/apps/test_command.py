@@ -120,7 +120,7 @@ def test_the_app_answers_races_and_keeps_its_conversations_over_ctrl_c(tmp_path:
         (["--max-tokens", "0"], "--max-tokens"),
         (["--top-p", "2"], "--top-p"),
         (["--temp", "nan"], "--temp"),
-        (["--model", ""], "--model"),
+        (["--model", ""], "name of the model is empty"),
         (["--model", "nowhere/", "--no-history"], "nowhere"),
         (["--race-against", "nowhere/", "--no-history"], "nowhere"),
         (["--no-history", "--purge"], "--no-history"),
