@@ -380,6 +380,7 @@ def _sha256_of_file(path: Path) -> str:
 
 # ---- generating text
 
+_PART = 512  # patches of a prompt that the large model reads per call; memory grows with their square
 COLDEST = 1e-30  # smallest temperature used: as good as greedy; dividing by less would overflow float32
 
 
@@ -476,9 +477,11 @@ def _generate_checked(
 ) -> Iterator[list[int]]:
     """Yields patches after the prompt's rows; arguments as in `generate_patches`, already checked."""
     cache = model.latent.make_cache()
-    x = model.start_states(1)
-    if rows:
-        x = mx.concatenate([x, model.encode_patches(mx.array(rows))[None]], axis=1)
+    parts = [mx.array(rows[at : at + _PART]) for at in range(0, len(rows), _PART)]
+    x = mx.concatenate([model.start_states(1), *(model.encode_patches(part)[None] for part in parts)], axis=1)
+    while x.shape[1] > _PART:
+        mx.eval(model.latent(x[:, :_PART], "causal", cache))
+        x = x[:, _PART:]
     for _ in range(max_patches):
         h = model.latent(x, "causal", cache)[:, -1]
         key, own = mx.random.split(key)

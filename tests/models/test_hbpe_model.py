@@ -137,18 +137,33 @@ def test_greedy_generation_is_what_the_full_forward_would_choose(model, prompt):
     assert full_choices(model, rows, patches) == patches
 
 
-def test_the_large_model_runs_once_per_patch(model, monkeypatch):
+def count_reads(model):
+    """Lets a model note how many patches each call of its large model reads; returns the list."""
     lengths, latent = [], model.latent
     model.latent = type(
         "Counted",
         (),
         {
             "make_cache": lambda self: latent.make_cache(),
-            "__call__": lambda self, x, mask, cache: lengths.append(x.shape[1]) or latent(x, mask, cache),
+            "__call__": lambda self, x, mask, cache=None: lengths.append(x.shape[1]) or latent(x, mask, cache),
         },
     )()
+    return lengths
+
+
+def test_the_large_model_runs_once_per_patch(model):
+    lengths = count_reads(model)
     patches = list(generate_patches(model, TABLE.merges, [[97, MARK]] * 3, max_patches=5))
     assert lengths == [4] + [1] * (len(patches) - 1)
+
+
+def test_a_long_prompt_is_read_in_parts_so_that_memory_does_not_grow_with_its_square(model):
+    lengths = count_reads(model)
+    rows = [TABLE.merges.encode(WORDS[i % 7]) for i in range(1300)]
+    patches = list(generate_patches(model, TABLE.merges, rows, max_patches=3))
+    assert max(lengths) <= 512
+    assert sum(lengths) == 1 + len(rows) + len(patches) - 1
+    assert full_choices(model, rows, patches) == patches
 
 
 def test_generation_ends_after_a_patch_of_the_mark_alone(model):

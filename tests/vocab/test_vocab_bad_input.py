@@ -149,6 +149,7 @@ def said(path, tuned=False, **about):
         {"base_ids": 3, "ids": 0, "ids_without": 0},
         {"base_ids": 3, "ids": None, "ids_without": 1},
         {"head_cost": [], "steps_cost": 0, "ids_without": 2},
+        {"base_ids": 10**400, "ids": 2, "ids_without": 1},
     ],
 )
 def test_show_survives_what_a_pack_says(tmp_path, vocab, about):

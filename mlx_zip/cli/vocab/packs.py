@@ -327,8 +327,8 @@ def _add_rates(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_positive_numbers(about: dict[str, Any], *names: str) -> bool:
-    """Returns whether `about` holds a positive number under each name; a pack's file may hold anything."""
-    return all(type(about.get(name)) in (int, float) and about[name] > 0 for name in names)
+    """Returns whether `about` holds a positive number, no larger than a float can be, under each name."""
+    return all(type(about.get(name)) in (int, float) and 0 < about[name] <= sys.float_info.max for name in names)
 
 
 ACTIONS = {
