@@ -15,18 +15,21 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import anthropic
-import openai
 import pytest
 
 import mlx_zip
 import mlx_zip.server
 from mlx_zip.cli.serving import serve
 from mlx_zip.engine.mlx.generate import load, stream_generate
+from support.clients import anthropic_client, openai_client
 from support.command_line import WITHOUT_TORCH, without_torch
 from support.http_server import post, read_all, until
 from support.places import REPO
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 PROMPT = "Tell me a story about a frog."
 USER = [{"role": "user", "content": PROMPT}]
@@ -45,8 +48,8 @@ class Process:
         return int(self.url.rpartition(":")[2])
 
     @property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    def openai(self) -> OpenAI:
+        return openai_client(self, timeout=60)
 
     def ended(self) -> int:
         return self.process.wait(30)
@@ -96,7 +99,7 @@ def test_the_server_says_what_generate_says(server, story):
 def test_a_stream_says_the_same_and_so_does_anthropics_dialect(server, story):
     chunks = server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=300, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == story
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    client = anthropic_client(server)
     message = client.messages.create(model="stories", messages=USER, max_tokens=300)
     assert message.content[0].text == story
 
@@ -128,13 +131,17 @@ def test_log_probabilities_of_a_real_model_are_of_its_tokens(server):
     "fields", [{"extra_body": {"top_k": 10**9}}, {"temperature": 1e3}, {"extra_body": {"pack": "none"}}]
 )
 def test_options_that_the_engine_refuses_are_told_as_bad_requests(server, fields):
-    with pytest.raises(openai.BadRequestError):
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError):
         server.openai.chat.completions.create(model="stories", messages=USER, **fields)
     assert server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=5).choices
 
 
 def test_a_prompt_beyond_the_context_is_refused(server):
-    with pytest.raises(openai.BadRequestError, match="context"):
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="context"):
         server.openai.chat.completions.create(model="stories", messages=[{"role": "user", "content": "frog " * 9000}])
 
 
