@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ import pytest
 
 pytest.importorskip("torch", reason="running an export in the published package needs torch")
 pytest.importorskip("transformers", reason="running an export in the published package needs transformers")
-pytest.importorskip("peft", reason="running an export in the published package needs peft")
-pytest.importorskip("zip2zip", reason="running an export in the published package needs zip2zip")
 
 import mlx.core as mx
 
@@ -22,7 +21,11 @@ from support.published import LEAST_MARGIN, LOGITS_TOLERANCE, LONGROPE, NARROW, 
 from support.slow_cases import slow_but
 from support.upstream import Checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.*:FutureWarning")  # peft's own
+MISSING = [name for name in ("peft", "zip2zip") if find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"running an export in the published package needs {', '.join(MISSING)}"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.*:FutureWarning"),  # peft's own
+]
 
 CASES = {
     "llama": Checkpoint(),

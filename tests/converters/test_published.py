@@ -7,6 +7,7 @@ mlx-lm and compare rows, logits and greedy ids in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,6 @@ import pytest
 
 pytest.importorskip("torch", reason="parity with the published package needs torch")
 pytest.importorskip("transformers", reason="parity with the published package needs transformers")
-pytest.importorskip("peft", reason="parity with the published package needs peft")
-pytest.importorskip("zip2zip", reason="parity with the published package needs zip2zip")
 
 import mlx.core as mx
 import torch
@@ -38,7 +37,11 @@ from support.published import (
 from support.slow_cases import slow_but
 from support.upstream import Checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.*:FutureWarning")  # peft's own
+MISSING = [name for name in ("peft", "zip2zip") if find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"parity with the published package needs {', '.join(MISSING)}"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.*:FutureWarning"),  # peft's own
+]
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

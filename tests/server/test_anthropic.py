@@ -1,6 +1,5 @@
 """Anthropic's Messages over a real socket, raw and with Anthropic's own client."""
 
-import anthropic
 import pytest
 from pydantic import BaseModel
 
@@ -8,6 +7,7 @@ from mlx_zip.errors import EngineError
 from mlx_zip.server.answers.turn import Done, Text
 from mlx_zip.server.options import Options
 from support.answers import ANSWERS, COUNTS
+from support.clients import anthropic_client
 from support.fake_engine import FakeEngine, Script
 from support.http_server import events, post, replay, serving, until
 
@@ -17,17 +17,13 @@ ASKED = {"model": "stories", "max_tokens": 50, "messages": [USER]}
 ADD = {"name": "add", "input_schema": {"type": "object"}}
 
 
-def client(served, key="none") -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0)
-
-
 def ask(served, path="/v1/messages", **fields):
     return served.ask("POST", path, ASKED | fields)
 
 
 def test_anthropics_client_reads_stream_and_whole_alike(served):
-    whole = client(served).messages.create(**ASKED)
-    with client(served).messages.stream(**ASKED) as stream:
+    whole = anthropic_client(served).messages.create(**ASKED)
+    with anthropic_client(served).messages.stream(**ASKED) as stream:
         pieces = list(stream.text_stream)
         streamed = stream.get_final_message()
     assert whole.content[0].text == streamed.content[0].text == "".join(pieces) == TEXT
@@ -63,8 +59,8 @@ def test_a_long_prompt_is_bridged_by_pings():
 def test_anthropics_client_collects_reasoning_and_calls_of_tools(served):
     served.core.answers = replay(ANSWERS["reasoning, text and two calls"])
     asked = ASKED | {"tools": [ADD], "thinking": {"type": "enabled", "budget_tokens": 1024}}
-    whole = client(served).messages.create(**asked)
-    with client(served).messages.stream(**asked) as stream:
+    whole = anthropic_client(served).messages.create(**asked)
+    with anthropic_client(served).messages.stream(**asked) as stream:
         streamed = stream.get_final_message()
     for message in (whole, streamed):
         assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
@@ -76,14 +72,14 @@ def test_anthropics_client_collects_reasoning_and_calls_of_tools(served):
 
 def test_anthropics_client_sends_back_what_it_received(served):
     served.core.answers = replay(ANSWERS["reasoning, text and two calls"])
-    first = client(served).messages.create(**ASKED, tools=[ADD])
+    first = anthropic_client(served).messages.create(**ASKED, tools=[ADD])
     results = [
         {"type": "tool_result", "tool_use_id": block.id, "content": "3"}
         for block in first.content
         if block.type == "tool_use"
     ]
     history = [USER, first.to_param(), {"role": "user", "content": results}]
-    client(served).messages.create(**ASKED | {"messages": history}, tools=[ADD])
+    anthropic_client(served).messages.create(**ASKED | {"messages": history}, tools=[ADD])
     messages = served.core.answers.turns[-1].messages
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert (messages[1]["reasoning_content"], len(messages[1]["tool_calls"])) == ("Add.", 2)
@@ -95,7 +91,7 @@ class Sum(BaseModel):
 
 def test_anthropics_client_parses_structured_output(served):
     served.core.answers = replay([Text('{"total": 4}'), Done("stop", COUNTS)])
-    for api in (client(served).messages, client(served).beta.messages):
+    for api in (anthropic_client(served).messages, anthropic_client(served).beta.messages):
         parsed = api.parse(**ASKED, output_format=Sum)
         assert parsed.parsed_output == Sum(total=4)
         assert served.core.answers.turns[-1].schema["required"] == ["total"]
@@ -104,29 +100,29 @@ def test_anthropics_client_parses_structured_output(served):
 
 
 def test_a_stop_sequence_is_named(served):
-    whole = client(served).messages.create(**ASKED, stop_sequences=["there", "nowhere"])
+    whole = anthropic_client(served).messages.create(**ASKED, stop_sequences=["there", "nowhere"])
     assert (whole.stop_reason, whole.stop_sequence) == ("stop_sequence", "there")
     assert whole.content[0].text == "Once upon a time "
-    with client(served).messages.stream(**ASKED, stop_sequences=["there"]) as stream:
+    with anthropic_client(served).messages.stream(**ASKED, stop_sequences=["there"]) as stream:
         streamed = stream.get_final_message()
     assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", "there")
     assert streamed.content[0].text == "Once upon a time "
 
 
 def test_an_answer_ends_at_its_limit(served):
-    whole = client(served).messages.create(**ASKED | {"max_tokens": 3})
+    whole = anthropic_client(served).messages.create(**ASKED | {"max_tokens": 3})
     assert (whole.stop_reason, whole.usage.output_tokens) == ("max_tokens", 3)
 
 
 def test_tokens_are_counted_as_the_answer_counts_them(served):
-    counted = client(served).messages.count_tokens(model="stories", messages=[USER])
-    usage = client(served).messages.create(**ASKED).usage
+    counted = anthropic_client(served).messages.count_tokens(model="stories", messages=[USER])
+    usage = anthropic_client(served).messages.create(**ASKED).usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
 def test_a_prompt_that_follows_begins_with_the_ids_of_the_prompt_and_the_answer_before(served):
-    first = client(served).messages.create(**ASKED)
-    client(served).messages.create(**ASKED | {"messages": [USER, first.to_param(), USER]})
+    first = anthropic_client(served).messages.create(**ASKED)
+    anthropic_client(served).messages.create(**ASKED | {"messages": [USER, first.to_param(), USER]})
     told = served.core.engine.told
     before = [*told.submissions[0].base_ids, *told.notes[0][1]]
     assert list(told.submissions[1].base_ids[: len(before)]) == before
@@ -138,21 +134,23 @@ def test_a_stream_begins_while_the_prompt_waits_to_be_read(served):
 
 
 def test_a_beginning_of_the_answer_is_part_of_the_prompt(served):
-    client(served).messages.create(**ASKED | {"messages": [USER, {"role": "assistant", "content": "Once"}]})
+    anthropic_client(served).messages.create(**ASKED | {"messages": [USER, {"role": "assistant", "content": "Once"}]})
     prompt = served.core.engine.told.submissions[-1].base_ids
     assert served.core.engine.tokenizer.decode(list(prompt)).endswith("Once")
 
 
 def test_beta_headers_and_queries_are_tolerated(served):
-    whole = client(served).beta.messages.create(**ASKED, betas=["interleaved-thinking-2025-05-14"])
+    whole = anthropic_client(served).beta.messages.create(**ASKED, betas=["interleaved-thinking-2025-05-14"])
     assert whole.content[0].text == TEXT
     assert served.ask("POST", "/v1/messages?beta=true", ASKED, {"anthropic-version": "2099-01-01"}).status == 200
 
 
 def test_a_failure_in_the_middle_is_an_error_event():
+    import anthropic
+
     with serving(FakeEngine(Script(fails=EngineError("the cache is full")))) as served:
         with pytest.raises(anthropic.InternalServerError, match="the cache is full"):
-            client(served).messages.create(**ASKED)
+            anthropic_client(served).messages.create(**ASKED)
         *before, last = events(ask(served, stream=True).body)
         assert last["type"] == "error"
         assert last["error"] == {"type": "api_error", "message": "the cache is full"}
@@ -160,7 +158,7 @@ def test_a_failure_in_the_middle_is_an_error_event():
         assert "".join(texts) == TEXT
         with (
             pytest.raises(anthropic.APIStatusError, match="the cache is full"),
-            client(served).messages.stream(**ASKED) as stream,
+            anthropic_client(served).messages.stream(**ASKED) as stream,
         ):
             stream.get_final_message()
 
@@ -219,17 +217,21 @@ def test_huge_nesting_is_refused(served):
 
 
 def test_a_key_may_come_in_either_header():
+    from anthropic import AuthenticationError
+
     with serving(FakeEngine(), Options(api_key="secret")) as served:
-        assert client(served, "secret").messages.create(**ASKED).content[0].text == TEXT
-        bearer = anthropic.Anthropic(base_url=served.url, auth_token="secret", api_key=None, max_retries=0)
+        assert anthropic_client(served, "secret").messages.create(**ASKED).content[0].text == TEXT
+        bearer = anthropic_client(served, None, auth_token="secret")
         assert bearer.messages.create(**ASKED).content[0].text == TEXT
-        with pytest.raises(anthropic.AuthenticationError) as refused:
-            client(served, "wrong").messages.create(**ASKED)
+        with pytest.raises(AuthenticationError) as refused:
+            anthropic_client(served, "wrong").messages.create(**ASKED)
         assert refused.value.body["error"]["type"] == "authentication_error"
 
 
 def test_a_busy_engine_is_told_with_a_time_to_wait():
-    with serving(FakeEngine(most=0)) as served, pytest.raises(anthropic.RateLimitError) as refused:
-        client(served).messages.create(**ASKED)
+    from anthropic import RateLimitError
+
+    with serving(FakeEngine(most=0)) as served, pytest.raises(RateLimitError) as refused:
+        anthropic_client(served).messages.create(**ASKED)
     assert int(refused.value.response.headers["retry-after"]) >= 1
     assert refused.value.body["error"]["type"] == "rate_limit_error"

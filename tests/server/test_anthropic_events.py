@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from mlx_zip.server.anthropic.bodies import MessagesBody
@@ -13,8 +12,15 @@ from mlx_zip.server.fields import parse_body
 from support.answers import ANSWERS, BEGINNINGS
 from support.http_server import events
 
-EVENT = TypeAdapter(RawMessageStreamEvent)
 BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(scope="module")
+def described():
+    """The type of every event, as Anthropic's client describes it."""
+    from anthropic.types import RawMessageStreamEvent
+
+    return TypeAdapter(RawMessageStreamEvent)
 
 
 def builder(body=BODY):
@@ -58,14 +64,16 @@ def added_up(events):
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_every_event_is_one_that_anthropics_types_describe(kind):
+def test_every_event_is_one_that_anthropics_types_describe(kind, described):
     for event in streamed(ANSWERS[kind]):
         if event["type"] != "ping":
-            assert EVENT.validate_python(event).type == event["type"]
+            assert described.validate_python(event).type == event["type"]
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_a_streamed_message_adds_up_to_the_whole_one(kind):
+    from anthropic.types import Message
+
     message = whole(ANSWERS[kind])
     assert added_up(streamed(ANSWERS[kind])) == message
     Message.model_validate(message)

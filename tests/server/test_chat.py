@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 
-import openai
 import pytest
 
 from mlx_zip.errors import EngineError
 from mlx_zip.server.answers.turn import Done, Text, Waiting
 from mlx_zip.server.options import Options
 from support.answers import COUNTS
+from support.clients import openai_client
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, post, replay, serving
 from support.tool_templates import with_tools
 
 TEXT = "Once upon a time there was a boat."
-
-
-def client(served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
 
 
 USER = [{"role": "user", "content": "Tell me a story."}]
@@ -107,14 +103,16 @@ def test_a_long_prompt_is_reported_in_comments():
 
 def test_openais_client_reads_stream_and_whole_alike(served):
     asked = {"model": "stories", "messages": USER}
-    whole = client(served).chat.completions.create(**asked)
-    with client(served).chat.completions.stream(**asked) as stream:
+    whole = openai_client(served).chat.completions.create(**asked)
+    with openai_client(served).chat.completions.stream(**asked) as stream:
         streamed = stream.get_final_completion()
     assert streamed.choices[0].message.content == whole.choices[0].message.content == TEXT
 
 
 def test_logprobs_tell_a_hypertoken_as_one_entry(served):
-    answer = client(served).chat.completions.create(model="stories", messages=USER, logprobs=True, top_logprobs=6)
+    answer = openai_client(served).chat.completions.create(
+        model="stories", messages=USER, logprobs=True, top_logprobs=6
+    )
     entries = answer.choices[0].logprobs.content
     assert "".join(entry.token for entry in entries) == TEXT
     assert b"".join(bytes(entry.bytes) for entry in entries) == TEXT.encode()
@@ -125,8 +123,8 @@ def test_logprobs_tell_a_hypertoken_as_one_entry(served):
 
 def test_streamed_logprobs_are_those_of_the_whole_answer(served):
     asked = {"model": "stories", "messages": USER, "logprobs": True, "top_logprobs": 20}
-    whole = client(served).chat.completions.create(**asked).choices[0].logprobs.content
-    chunks = client(served).chat.completions.create(**asked, stream=True)
+    whole = openai_client(served).chat.completions.create(**asked).choices[0].logprobs.content
+    chunks = openai_client(served).chat.completions.create(**asked, stream=True)
     streamed = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
     assert streamed == whole
     assert whole[0].top_logprobs[-1].logprob == -9999.0  # minus infinity is no JSON
@@ -174,7 +172,7 @@ def test_n_answers_have_seeds_of_their_own():
 
 def test_n_streamed_answers_are_told_apart(served):
     texts = {0: "", 1: ""}
-    for chunk in client(served).chat.completions.create(model="stories", messages=USER, n=2, stream=True):
+    for chunk in openai_client(served).chat.completions.create(model="stories", messages=USER, n=2, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert texts == {0: TEXT, 1: TEXT}
 
@@ -218,13 +216,15 @@ def test_a_failure_before_the_first_id_has_a_status_of_its_own():
 
 
 def test_a_failure_in_a_stream_is_an_event():
+    from openai import APIError
+
     with serving(FakeEngine(Script(fails=EngineError("no memory is left")))) as served:
         answer = served.chat(stream=True)
         *_, last = events(answer.body)
         assert last["error"]["message"] == "no memory is left"
         assert served.chat().status == 500  # and the server goes on
-        with pytest.raises(openai.APIError, match="no memory is left"):
-            list(client(served).chat.completions.create(model="stories", messages=USER, stream=True))
+        with pytest.raises(APIError, match="no memory is left"):
+            list(openai_client(served).chat.completions.create(model="stories", messages=USER, stream=True))
 
 
 def test_too_many_requests_are_answered_with_a_time_to_wait():

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-import openai
 import pytest
 
 from mlx_zip.engine import Likely, PromptId
 from mlx_zip.server.openai.completions import echoed_tokens
 from mlx_zip.text.token_facts import TokenTexts
+from support.clients import openai_client
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, serving
 
@@ -62,7 +62,7 @@ def test_a_stream_says_what_the_whole_answer_says(served):
 
 
 def test_openais_client_reads_completions(served):
-    client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+    client = openai_client(served)
     assert client.completions.create(model="stories", prompt="A story").choices[0].text == TEXT
     chunks = client.completions.create(model="stories", prompt="A story", stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 from pydantic import BaseModel
 
@@ -10,6 +9,7 @@ from mlx_zip.errors import EngineError
 from mlx_zip.server.answers.turn import Done, Text
 from mlx_zip.server.options import Options
 from support.answers import ANSWERS, COUNTS
+from support.clients import openai_client
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, post, replay, serving, until
 
@@ -17,17 +17,13 @@ TEXT = "Once upon a time there was a boat."
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}
 
 
-def client(served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
-
-
 def ask(served, **fields):
     return served.ask("POST", "/v1/responses", {"model": "stories", "input": "Hi"} | fields)
 
 
 def test_openais_client_reads_stream_and_whole_alike(served):
-    whole = client(served).responses.create(model="stories", input="Hi")
-    with client(served).responses.stream(model="stories", input="Hi") as stream:
+    whole = openai_client(served).responses.create(model="stories", input="Hi")
+    with openai_client(served).responses.stream(model="stories", input="Hi") as stream:
         pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
         streamed = stream.get_final_response()
     assert whole.output_text == streamed.output_text == "".join(pieces) == TEXT
@@ -48,8 +44,8 @@ def test_each_event_is_named_on_the_wire(served):
 def test_openais_client_collects_calls_of_tools(served):
     served.core.answers = replay(ANSWERS["reasoning, text and two calls"])
     asked = {"model": "stories", "input": "Hi", "tools": [ADD]}
-    whole = client(served).responses.create(**asked)
-    with client(served).responses.stream(**asked) as stream:
+    whole = openai_client(served).responses.create(**asked)
+    with openai_client(served).responses.stream(**asked) as stream:
         streamed = stream.get_final_response()
     for response in (whole, streamed):
         assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -60,14 +56,14 @@ def test_openais_client_collects_calls_of_tools(served):
 
 def test_openais_client_sends_back_what_it_received(served):
     served.core.answers = replay(ANSWERS["reasoning, text and two calls"])
-    first = client(served).responses.create(model="stories", input="Hi", tools=[ADD], store=False)
+    first = openai_client(served).responses.create(model="stories", input="Hi", tools=[ADD], store=False)
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
         for item in first.output
         if item.type == "function_call"
     ]
     history = [{"role": "user", "content": "Hi"}, *first.output, *results]
-    client(served).responses.create(model="stories", input=history, tools=[ADD])
+    openai_client(served).responses.create(model="stories", input=history, tools=[ADD])
     roles = [message["role"] for message in served.core.answers.turns[-1].messages]
     assert roles == ["user", "assistant", "tool", "tool"]
     assert served.core.answers.turns[-1].messages[1]["reasoning_content"] == "Add."
@@ -79,16 +75,16 @@ class Sum(BaseModel):
 
 def test_openais_client_parses_structured_output(served):
     served.core.answers = replay([Text('{"total": 4}'), Done("stop", COUNTS)])
-    parsed = client(served).responses.parse(model="stories", input="2 + 2", text_format=Sum)
+    parsed = openai_client(served).responses.parse(model="stories", input="2 + 2", text_format=Sum)
     assert parsed.output_parsed == Sum(total=4)
     assert served.core.answers.turns[-1].schema["properties"].keys() == {"total"}
-    with client(served).responses.stream(model="stories", input="2 + 2", text_format=Sum) as stream:
+    with openai_client(served).responses.stream(model="stories", input="2 + 2", text_format=Sum) as stream:
         assert stream.get_final_response().output_parsed == Sum(total=4)
 
 
 def test_log_probabilities_come_with_the_text(served):
     include = ["message.output_text.logprobs"]
-    whole = client(served).responses.create(model="stories", input="Hi", include=include, top_logprobs=20)
+    whole = openai_client(served).responses.create(model="stories", input="Hi", include=include, top_logprobs=20)
     entries = whole.output[0].content[0].logprobs
     assert "".join(entry.token for entry in entries) == TEXT
     assert len(entries[0].top_logprobs) == 20
@@ -98,13 +94,13 @@ def test_log_probabilities_come_with_the_text(served):
 
 
 def test_an_answer_at_its_limit_is_incomplete(served):
-    whole = client(served).responses.create(model="stories", input="Hi", max_output_tokens=3)
+    whole = openai_client(served).responses.create(model="stories", input="Hi", max_output_tokens=3)
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert whole.usage.output_tokens == 3
 
 
 def test_a_response_can_follow_a_stored_one(served):
-    responses = client(served).responses
+    responses = openai_client(served).responses
     first = responses.create(model="stories", input="Hi")
     second = responses.create(model="stories", input="And then?", previous_response_id=first.id)
     assert second.previous_response_id == first.id
@@ -126,45 +122,49 @@ def test_a_response_can_follow_a_stored_one(served):
 
 def test_a_prompt_that_follows_begins_with_the_ids_of_the_prompt_and_the_answer_before(served):
     engine, history = served.core.engine, [{"role": "user", "content": "Hi"}]
-    first = client(served).responses.create(model="stories", input=history)
-    client(served).responses.create(model="stories", input="And then?", previous_response_id=first.id)
+    first = openai_client(served).responses.create(model="stories", input=history)
+    openai_client(served).responses.create(model="stories", input="And then?", previous_response_id=first.id)
     again = [*history, *first.output, {"role": "user", "content": "And then?"}]
-    client(served).responses.create(model="stories", input=again)
+    openai_client(served).responses.create(model="stories", input=again)
     before = [*engine.told.submissions[0].base_ids, *engine.told.notes[0][1]]
     for submission in engine.told.submissions[1:]:
         assert list(submission.base_ids[: len(before)]) == before
 
 
 def test_a_streamed_response_is_stored_too(served):
-    with client(served).responses.stream(model="stories", input="Hi") as stream:
+    with openai_client(served).responses.stream(model="stories", input="Hi") as stream:
         final = stream.get_final_response()
-    assert client(served).responses.retrieve(final.id).output_text == TEXT
+    assert openai_client(served).responses.retrieve(final.id).output_text == TEXT
 
 
 def test_a_stored_response_can_be_read_and_deleted(served):
-    responses = client(served).responses
+    from openai import NotFoundError
+
+    responses = openai_client(served).responses
     first = responses.create(model="stories", input="Hi")
     assert responses.retrieve(first.id).output_text == TEXT
     responses.delete(first.id)
     for call in (responses.retrieve, responses.delete, responses.input_items.list):
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(NotFoundError):
             call(first.id)
 
 
 def test_a_response_that_is_not_to_be_stored_is_not(served):
-    first = client(served).responses.create(model="stories", input="Hi", store=False)
+    from openai import NotFoundError
+
+    first = openai_client(served).responses.create(model="stories", input="Hi", store=False)
     assert first.store is False
-    with pytest.raises(openai.NotFoundError) as refused:
-        client(served).responses.create(model="stories", input="Hi", previous_response_id=first.id)
+    with pytest.raises(NotFoundError) as refused:
+        openai_client(served).responses.create(model="stories", input="Hi", previous_response_id=first.id)
     assert refused.value.body["param"] == "previous_response_id"
     assert refused.value.code == "previous_response_not_found"
 
 
 def test_items_of_stored_responses_can_be_referred_to(served):
-    first = client(served).responses.create(model="stories", input="Hi")
+    first = openai_client(served).responses.create(model="stories", input="Hi")
     items = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": first.output[0].id}]
     served.core.answers = replay(ANSWERS["text"])
-    client(served).responses.create(model="stories", input=[*items, {"role": "user", "content": "Go on"}])
+    openai_client(served).responses.create(model="stories", input=[*items, {"role": "user", "content": "Go on"}])
     assert [message["content"] for message in served.core.answers.turns[-1].messages] == ["Hi", TEXT, "Go on"]
     answer = ask(served, input=[{"type": "item_reference", "id": "msg_0"}])
     assert (answer.status, answer.json["error"]["param"]) == (404, "input.0.id")
@@ -172,8 +172,8 @@ def test_items_of_stored_responses_can_be_referred_to(served):
 
 def test_input_items_come_in_pages(served):
     items = [{"role": "user", "content": str(i)} for i in range(5)]
-    first = client(served).responses.create(model="stories", input=items)
-    listed = client(served).responses.input_items.list(first.id, limit=2)
+    first = openai_client(served).responses.create(model="stories", input=items)
+    listed = openai_client(served).responses.input_items.list(first.id, limit=2)
     assert [item.content[0].text for item in listed.data] == ["4", "3"]
     assert [item.content[0].text for item in listed] == ["4", "3", "2", "1", "0"]
     for query in ("limit=0", "limit=x", "order=up", "after=nothing"):
@@ -235,8 +235,10 @@ def test_huge_nesting_is_refused(served):
 
 
 def test_a_busy_engine_is_told_with_a_time_to_wait():
-    with serving(FakeEngine(most=0)) as served, pytest.raises(openai.RateLimitError) as refused:
-        client(served).responses.create(model="stories", input="Hi")
+    from openai import RateLimitError
+
+    with serving(FakeEngine(most=0)) as served, pytest.raises(RateLimitError) as refused:
+        openai_client(served).responses.create(model="stories", input="Hi")
     assert int(refused.value.response.headers["retry-after"]) >= 1
 
 
@@ -280,12 +282,12 @@ def test_a_response_can_be_cancelled_by_its_id():
     engine = FakeEngine(SLOW)
     with serving(engine) as served:
         stream = Following(served)
-        cancelled = client(served).responses.cancel(stream.name)
+        cancelled = openai_client(served).responses.cancel(stream.name)
         last = stream.until("response.incomplete")
         assert b"data: " not in stream.file.read()
-        stored = client(served).responses.retrieve(stream.name)
-        again = client(served).responses.cancel(stream.name)
-        follower = client(served).responses.create(
+        stored = openai_client(served).responses.retrieve(stream.name)
+        again = openai_client(served).responses.cancel(stream.name)
+        follower = openai_client(served).responses.create(
             model="stories", input="Go on", previous_response_id=stream.name, max_output_tokens=5
         )
         assert engine.told.tickets[0].cancelled.is_set()
@@ -319,9 +321,9 @@ def test_a_stored_response_is_followed_after_a_restart(tmp_path):
     with serving(FakeEngine(), options) as served:
         name = ask(served).json["id"]
     with serving(engine := FakeEngine(), options) as served:
-        assert client(served).responses.retrieve(name).output_text == TEXT
+        assert openai_client(served).responses.retrieve(name).output_text == TEXT
         assert ask(served, input="Go on", previous_response_id=name).status == 200
-        client(served).responses.delete(name)
+        openai_client(served).responses.delete(name)
         assert served.ask("GET", f"/v1/responses/{name}").status == 404
     assert TEXT in tokenizer().decode(engine.told.submissions[0].base_ids)
 
@@ -329,7 +331,7 @@ def test_a_stored_response_is_followed_after_a_restart(tmp_path):
 def test_the_tokens_of_a_prompt_are_counted_without_an_answer():
     engine = FakeEngine()
     with serving(engine) as served:
-        counted = client(served).responses.input_tokens.count(model="stories", input="Hi")
+        counted = openai_client(served).responses.input_tokens.count(model="stories", input="Hi")
         assert engine.told.submissions == []
-        answered = client(served).responses.create(model="stories", input="Hi")
+        answered = openai_client(served).responses.create(model="stories", input="Hi")
     assert counted.input_tokens == answered.usage.input_tokens > 0

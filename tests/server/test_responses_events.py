@@ -4,7 +4,6 @@ import json
 from itertools import count
 
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from mlx_zip.server.fields import parse_body
@@ -12,7 +11,6 @@ from mlx_zip.server.openai.responses import ResponseBuilder
 from mlx_zip.server.openai.responses_bodies import ResponseBody
 from support.answers import ANSWERS, BEGINNINGS
 
-EVENT = TypeAdapter(ResponseStreamEvent)
 BODY = {
     "model": "m",
     "input": "Hi",
@@ -23,6 +21,14 @@ BODY = {
     "text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}},
     "reasoning": {"effort": "low", "summary": "auto"},
 }
+
+
+@pytest.fixture(scope="module")
+def described():
+    """The type of every event, as OpenAI's client describes it."""
+    from openai.types.responses import ResponseStreamEvent
+
+    return TypeAdapter(ResponseStreamEvent)
 
 
 def builder(body=BODY):
@@ -70,13 +76,15 @@ def added_up(events):
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_every_event_is_one_that_openais_types_describe(kind):
+def test_every_event_is_one_that_openais_types_describe(kind, described):
     for event in streamed(ANSWERS[kind]):
-        assert EVENT.validate_python(event).type == event["type"]
+        assert described.validate_python(event).type == event["type"]
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_a_streamed_answer_adds_up_to_the_whole_one(kind):
+    from openai.types.responses import Response
+
     events, response = streamed(ANSWERS[kind]), whole(ANSWERS[kind])
     assert added_up(events) == response["output"]
     last = events[-1]["response"]
@@ -165,12 +173,12 @@ def test_log_probabilities_are_left_out_unless_asked_for():
 
 
 @pytest.mark.parametrize("kind", BEGINNINGS)
-def test_an_answer_that_fails_ends_with_what_was_written_and_the_error(kind):
+def test_an_answer_that_fails_ends_with_what_was_written_and_the_error(kind, described):
     answer = builder()
     events = answer.begin() + [event for delta in BEGINNINGS[kind] for event in answer.add(delta)]
     events = json.loads(json.dumps(events + answer.fail("the engine has stopped")))
     for event in events:
-        EVENT.validate_python(event)
+        described.validate_python(event)
     last = events[-1]
     assert last["type"] == "response.failed"
     assert last["response"]["error"] == {"code": "server_error", "message": "the engine has stopped"}

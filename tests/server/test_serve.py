@@ -13,20 +13,23 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import anthropic
-import openai
 import pytest
 
 import mlx_zip
 import mlx_zip.server
 from mlx_zip.cli.serving import serve
 from mlx_zip.engine.mlx.generate import load, stream_generate
+from support.clients import anthropic_client, openai_client
 from support.command_line import WITHOUT_TORCH, without_torch
+from support.forked_server import forked_server
 from support.http_server import post, read_all, until
 from support.places import REPO
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 PROMPT = "Tell me a story about a frog."
 USER = [{"role": "user", "content": PROMPT}]
@@ -34,30 +37,28 @@ START_S = 120
 
 
 @dataclass
-class Process:
+class Served:
     """A server in a process of its own."""
 
-    process: subprocess.Popen[str]
     url: str
 
     @property
-    def port(self) -> int:
-        return int(self.url.rpartition(":")[2])
-
-    @property
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60)
-
-    def ended(self) -> int:
-        return self.process.wait(30)
+    def openai(self) -> OpenAI:
+        return openai_client(self, timeout=60)
 
 
-@contextmanager
-def started(*flags: str, **environment: str) -> Iterator[Process]:
-    """Starts `mlx_zip serve` on a free port and waits for its line."""
-    words = [*without_torch("mlx_zip"), "serve", "--port", "0", *flags]
-    settings = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1", **environment}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`mlx_zip serve` on a free port, from its start by Python to the line that says where it is."""
+    flags = ["--port", "0", "--session-cache", str(tmp_path_factory.mktemp("sessions"))]
+    settings = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*without_torch("mlx_zip"), "serve", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=settings,
+    )
     timer = threading.Timer(START_S, process.kill)
     timer.start()
     try:
@@ -66,17 +67,11 @@ def started(*flags: str, **environment: str) -> Iterator[Process]:
         timer.cancel()
         found = re.fullmatch(r"serving stories on (http://127\.0\.0\.1:\d+)/v1 \(Ctrl-C ends\)\n", line)
         assert found, line + (process.stderr.read() if process.stderr and process.poll() is not None else "")
-        yield Process(process, found[1])
+        yield Served(found[1])
     finally:
         timer.cancel()
         process.kill()
         process.communicate()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory):
-    with started("--session-cache", str(tmp_path_factory.mktemp("sessions"))) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +91,7 @@ def test_the_server_says_what_generate_says(server, story):
 def test_a_stream_says_the_same_and_so_does_anthropics_dialect(server, story):
     chunks = server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=300, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == story
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    client = anthropic_client(server)
     message = client.messages.create(model="stories", messages=USER, max_tokens=300)
     assert message.content[0].text == story
 
@@ -128,57 +123,65 @@ def test_log_probabilities_of_a_real_model_are_of_its_tokens(server):
     "fields", [{"extra_body": {"top_k": 10**9}}, {"temperature": 1e3}, {"extra_body": {"pack": "none"}}]
 )
 def test_options_that_the_engine_refuses_are_told_as_bad_requests(server, fields):
-    with pytest.raises(openai.BadRequestError):
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError):
         server.openai.chat.completions.create(model="stories", messages=USER, **fields)
     assert server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=5).choices
 
 
 def test_a_prompt_beyond_the_context_is_refused(server):
-    with pytest.raises(openai.BadRequestError, match="context"):
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="context"):
         server.openai.chat.completions.create(model="stories", messages=[{"role": "user", "content": "frog " * 9000}])
 
 
 def test_a_client_that_leaves_is_noticed_by_the_engine(server):
     fields = {"messages": USER, "max_tokens": 400, "logit_bias": {}, "n": 4, "temperature": 1.5}
-    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection = connected(server.url)
     connection.sendall(post("/v1/chat/completions", fields))
-    assert until(lambda: figure(server, "running") > 0)
+    assert until(lambda: figure(server.url, "running") > 0)
     connection.close()
-    assert until(lambda: figure(server, "running") == 0, 5)
+    assert until(lambda: figure(server.url, "running") == 0, 5)
 
 
-def figure(server: Process, name: str) -> float:
-    text = urllib.request.urlopen(server.url + "/metrics", timeout=10).read().decode()
+def connected(url: str) -> socket.socket:
+    """Connects to a server on this machine."""
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60)
+
+
+def figure(url: str, name: str) -> float:
+    text = urllib.request.urlopen(url + "/metrics", timeout=10).read().decode()
     return float(re.search(rf"^mlx_zip_{name} (\S+)$", text, re.MULTILINE)[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_lets_an_answer_end_and_then_ends_the_server(number, status):
-    with started() as server:
-        connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+def test_a_signal_lets_an_answer_end_and_then_ends_the_server(tmp_path, number, status):
+    with forked_server(tmp_path) as (process, url):
+        connection = connected(url)
         connection.sendall(post("/v1/chat/completions", {"messages": USER, "stream": True, "max_tokens": 60}))
         begun = connection.recv(100)
-        server.process.send_signal(number)
+        process.send_signal(number)
         assert b"data: [DONE]" in begun + read_all(connection)
-        assert server.ended() == status
+        assert process.wait(30)[0] == status
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_answers_with_an_error_and_writes_no_traceback():
-    with started("--drain", "60") as server:
+def test_a_second_interrupt_ends_answers_with_an_error_and_writes_no_traceback(tmp_path):
+    with forked_server(tmp_path, "--drain", "60") as (process, url):
         asked = {"messages": USER, "max_tokens": 1500, "temperature": 1.5, "n": 4}
         both = []
         for stream in (True, False):
-            both.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            both.append(connected(url))
             both[-1].sendall(post("/v1/chat/completions", {**asked, "stream": stream}))
-        assert until(lambda: figure(server, "running") == 8)
-        server.process.send_signal(signal.SIGINT)
+        assert until(lambda: figure(url, "running") == 8)
+        process.send_signal(signal.SIGINT)
         time.sleep(0.3)
-        server.process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         streamed, whole = [read_all(connection) for connection in both]
-        assert server.ended() == 130
-        assert server.process.stderr.read() == ""
+        assert process.wait(30) == (130, "")
     assert b'"code":"stopped"' in streamed
     assert whole.startswith(b"HTTP/1.1 503 ")
 
@@ -189,7 +192,7 @@ def test_a_server_whose_output_nobody_reads_serves():
         port = str(taken.getsockname()[1])
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "mlx_zip", "serve", "--port", port]
+    command = [*without_torch("mlx_zip"), "serve", "--port", port]
     process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     try:

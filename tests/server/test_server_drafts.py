@@ -3,12 +3,12 @@
 import json
 from itertools import product
 
-import openai
 import pytest
 
 from mlx_zip.engine.mlx.mlx_engine import open_engine
 from mlx_zip.server.options import Options
 from support import http_server
+from support.clients import openai_client
 from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, post, serving, until
 from support.slow_cases import slow_but
@@ -65,7 +65,7 @@ def test_completions_of_plain_text_have_no_prediction():
 def test_usage_counts_accepted_and_rejected_base_tokens_whole_and_streamed():
     # ids of two base tokens each: two of them were proposed, and seven more that were refused
     with serving(FakeEngine(Script(drafted=(1, 2), refused=7))) as served:
-        client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+        client = openai_client(served)
         asked = {"model": "stories", "messages": USER}
         whole = client.chat.completions.create(**asked)
         *_, last = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})

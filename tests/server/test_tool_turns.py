@@ -2,10 +2,9 @@
 
 import json
 
-import anthropic
-import openai
 import pytest
 
+from support.clients import anthropic_client, openai_client
 from support.fake_engine import FakeEngine, Script
 from support.http_server import serving
 from support.tool_templates import with_tools
@@ -22,7 +21,7 @@ def served():
 
 
 def test_a_turn_of_openais_client_with_tools_streams_and_goes_on(served):
-    responses = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0).responses
+    responses = openai_client(served).responses
     tools = [{"type": "function", "name": "add", "parameters": SCHEMA, "strict": False}]
     asked = {
         "model": "stories",
@@ -51,7 +50,7 @@ def test_a_turn_of_openais_client_with_tools_streams_and_goes_on(served):
 
 
 def test_a_turn_of_anthropics_client_with_tools_streams_and_goes_on(served):
-    messages = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0).messages
+    messages = anthropic_client(served).messages
     user = {"role": "user", "content": "1 and 2?"}
     asked = {"model": "stories", "max_tokens": 200, "system": "Add.", "messages": [user]}
     thinking = {"type": "enabled", "budget_tokens": 1024}

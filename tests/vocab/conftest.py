@@ -10,6 +10,8 @@ from hypothesis.errors import InvalidArgument
 
 from support.adaptbpe_cases import read_fixture, write_head, write_tokenizer
 
+HERE = Path(__file__).parent
+
 
 @pytest.fixture
 def source():
@@ -29,7 +31,7 @@ def head(tmp_path_factory):
 def pytest_collection_modifyitems(config, items):
     """Draws fewer examples where the slow tests are left out: a run of all tests draws Hypothesis's hundred."""
     if "not slow" in config.option.markexpr:
-        here = {item.function for item in items if item.path.is_relative_to(Path(__file__).parent)}
+        here = {item.function for item in items if item.path.parent == HERE}
         for function in filter(is_hypothesis_test, here):
             with suppress(InvalidArgument):  # those with settings of their own keep them
                 settings(max_examples=25)(function)
