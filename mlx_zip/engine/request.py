@@ -63,7 +63,8 @@ class Inline:
     draws: sampler, None to make one from the sampling options. processors: logits processors, called after the
     penalties with (ids read so far [n], logits [1, W]). logprobs: whether the log-probabilities of each choice are
     kept. reads_last: whether the cache also reads the last emitted id, because the caller goes on using the cache. ids:
-    the ids of the prompt, hypertokens included; None to compress the prompt's base ids.
+    the ids of the prompt, hypertokens included; None to compress the prompt's base ids. checkout: the caller's cache,
+    None for a new cache; only one request may have these options then.
     """
 
     draws: Any = None
@@ -71,6 +72,7 @@ class Inline:
     logprobs: bool = False
     reads_last: bool = False
     ids: Any = None
+    checkout: Checkout | None = None
 
 
 class Request(Ticket):

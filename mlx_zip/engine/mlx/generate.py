@@ -157,7 +157,8 @@ def stream_generate(
     check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
     draws = _make_request_sampler(options, sampler, served)
     options.check_biases(served.vocab_size)
-    run = _Run(served, Inline(draws, tuple(logits_processors or ()), True, kept), cache, turn.kept_ids)
+    own = Checkout(cache, turn.kept_ids, 0, "")  # 0 base tokens: the ids to read do not repeat what the cache holds
+    run = _Run(served, Inline(draws, tuple(logits_processors or ()), True, kept, checkout=own))
     run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids)
     answer = Answer(tokenizer, served.vocab_size, _as_stop_strings(stop), mx.get_peak_memory, turn.cached_tokens)
     facts = turn.base_ids, turn.kept_ids, _codec_of_cache(cache), max_tokens, stop, options, how
@@ -198,8 +199,8 @@ def stream_ids(
     progress: as `logits_processors` and `prompt_progress_callback` there.
     """
     served = Served(model, None, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
-    inline = Inline(_Sampler(sampler, False), tuple(processors), True, True, ids)
-    own = _Run(served, inline, cache, count_cached_ids(cache))
+    held = Checkout(cache, count_cached_ids(cache), 0, "")
+    own = _Run(served, Inline(_Sampler(sampler, False), tuple(processors), True, True, ids, held))
     own.add(_expand_next_ids(ids, cache), Sampling(), -1, ())
     for _, event, logprobs in own.events(progress):
         if isinstance(event, Emitted):
@@ -226,7 +227,7 @@ def cache_prompt(
     cache = served.new_cache(None)
     check_kv_options(served, cache)
     check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
-    state, own = find_zip_state(cache), _Run(served, Inline(), cache)
+    state, own = find_zip_state(cache), _Run(served, Inline(checkout=Checkout(cache, 0, 0, "")))
     own.add(base_ids, Sampling(), 1, ())
     for _ in own.events(lambda read, total: progress(read if state is None else state.books[0].base_length)):
         pass
@@ -249,13 +250,14 @@ def _expand_next_ids(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:
 class _Run:
     """Requests that run in the caller's thread.
 
-    inline: options of all requests. cache: the caller's cache, for a single request that continues after the first
-    `kept` ids of the cache; None if each request has a new cache.
+    inline: options of all requests. With a caller's cache (`Inline.checkout`) there is only one request.
     """
 
-    def __init__(self, served: Served, inline: Inline, cache: list[Any] | None = None, kept: int = 0) -> None:
+    def __init__(self, served: Served, inline: Inline) -> None:
         self.requests: list[Request] = []
-        self._served, self._inline, self._cache, self._kept = served, inline, cache, kept
+        self._served, self._inline = served, inline
+        own = inline.checkout
+        self._cache, self._kept = (None, 0) if own is None else (own.cache, own.ids)
         self._arrived: deque[tuple[int, Event]] = deque()
         self._yielded: int | None = None  # ids that the caller's cache held when the last id was yielded
 
@@ -316,9 +318,9 @@ class _Run:
         was yielded, and nothing else.
         """
         served = self._served
-        store = NoSessions() if self._cache is None else _CallersCache(self._cache, self._kept)
         reading = partial(_ReportingReading, served, progress or (lambda read, total: None))
-        scheduler = Scheduler(served, store, len(self.requests), None, lambda request: None, reading, raises=True)
+        count = len(self.requests)
+        scheduler = Scheduler(served, NoSessions(), count, None, lambda request: None, reading, raises=True)
         for request in self.requests:
             scheduler.add_request(request)
         try:
@@ -378,18 +380,6 @@ class _ReportingReading(Reading):
         group = super()._make_group(last)
         self._progress(self._total, self._total)
         return group
-
-
-class _CallersCache(NoSessions):
-    """Takes the place of a session store: gives the only request the caller's cache, which holds `ids` ids."""
-
-    def __init__(self, cache: Any, ids: int) -> None:
-        super().__init__()
-        self._cache, self._ids = cache, ids
-
-    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> Checkout:
-        """Returns the caller's cache with 0 base tokens, because the prompt does not repeat what the cache holds."""
-        return Checkout(self._cache, self._ids, 0, "")
 
 
 class _Sampler:
