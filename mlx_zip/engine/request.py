@@ -211,6 +211,10 @@ class Request(Ticket):
         asked = self.submission.constraint is not None or self.submission.top_logprobs is not None
         return self.draws.greedy and not (asked or self.penalties or self.canonical is not None)
 
+    def excluded_ids(self) -> list[int]:
+        """Returns the ids that canonical decoding excludes next; [] without canonical decoding."""
+        return [] if self.canonical is None else self.canonical.excluded()
+
     def expand(self, token: int) -> tuple[int, ...]:
         """Returns the base ids of an id that may come next. Raises `CodecError` if the codebook cannot read the id."""
         return (token,) if self.book is None else base_ids_of_next_id(self.book, token)
