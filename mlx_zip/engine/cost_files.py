@@ -34,8 +34,8 @@ class CostFile:
         digest = sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
         self.path = costs_folder() / f"{digest[:16]}.json"
         self.costs = PassCosts()
-        for figure in self._read_figures().items():
-            self.costs.note_figure(*figure)
+        for figure, seconds in self._read_figures().items():
+            self.costs.note_pass(figure.ids, figure.held, seconds, figure.rows, known=True)
         self._saved, self._saved_s = self.costs.figures(), time.monotonic()
 
     def save(self, every_s: float = 0.0) -> None:

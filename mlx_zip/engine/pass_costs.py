@@ -97,7 +97,7 @@ class PassCosts:
 
         Ignores widths that are not in `WIDTHS`. Also ignores a pass over several ids unless a pass over one id, with as
         many rows and about that length, was noted before. known: True for a figure of an earlier run, which alone makes
-        the cost known and does not count in `passes`.
+        the cost known and does not count in `passes`. It counts as one timed pass, so newer times soon outweigh it.
         """
         self.passes += not known
         if ids not in WIDTHS:
@@ -140,10 +140,6 @@ class PassCosts:
             for width, times in list(widths.items())
             if times.known
         }
-
-    def note_figure(self, figure: Figure, seconds: float) -> None:
-        """Notes a figure of an earlier run. The figure counts as one timed pass, so newer times soon outweigh it."""
-        self.note_pass(figure.ids, figure.held, seconds, figure.rows, known=True)
 
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
         """Returns the cost of a pass by width, divided by that of a pass over one id, on a cache of `held` ids per row.

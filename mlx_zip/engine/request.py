@@ -386,8 +386,7 @@ def propose_drafts(requests: Sequence[Request], last: Sequence[int], most: Seque
         proposed.append(None)
         if request.drafter is not None and source is not None:
             try:
-                if ids := request.drafter.propose(source, one, request.book, width):
-                    proposed[-1] = Draft(request.drafter, ids)
+                proposed[-1] = request.drafter.propose(source, one, request.book, width)
             except Exception as error:
                 request.error = error
     return proposed
