@@ -260,7 +260,8 @@ class DraftedEngine(MlxEngine):
         served.pass_costs = PassCosts() if self._is_cold else self._warm_costs
         self._is_cold = False
         checked = Checked(Submission(prompt, tokens, eos, keep=False), as_ids(prompt), Sampling(), None, "", 0)
-        held = len(prompt) - 1 if state is None else find_zip_state(cache).books[0].base_length
+        own = find_zip_state(cache)
+        held = len(prompt) - 1 if own is None else own.books[0].base_length
         inline = Inline(
             None if replay is None else ForcedIdSampler(forced.ids),
             ids=as_ids(forced.prompt[-1:]),
