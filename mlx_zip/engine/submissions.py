@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, 
 from mlx_zip.files import expand_home
 from mlx_zip.packs.pack import Pack, as_pack
 
-PACKS_KEPT = 16
+PACKS_KEPT = 16  # most recently used packs that need not be read and checked again
 UNLIMITED_IDS = 2048  # number of answer ids that KV cache is reserved for if a request has no limit
 
 
@@ -88,7 +87,8 @@ class Checks:
 
     def __init__(self, facts: ModelFacts, max_prompt_tokens: int | None, max_kv_bytes: int | None) -> None:
         self.facts, self.max_prompt_tokens, self.max_kv_bytes = facts, max_prompt_tokens, max_kv_bytes
-        self._packs = _PackCache(facts)
+        self._read_pack_file = lru_cache(PACKS_KEPT)(lambda path, changed, size: as_pack(path))
+        self._check_pack = lru_cache(PACKS_KEPT)(self._raise_unless_pack_fits)
 
     def check(self, submission: Submission) -> Checked:
         """Returns the checked submission.
@@ -102,22 +102,55 @@ class Checks:
         _check_token_limits(submission, self.facts.width)
         base_ids = self._checked_prompt(submission.base_ids)
         prediction = self._checked_prediction(submission.prediction)
-        start, pack_key = self._packs.read_and_check(submission.pack)
+        start, pack_key = self._read_and_check_pack(submission.pack)
         self._check_context(base_ids, start)
         kv_bytes = self._kv_bytes_to_reserve(len(base_ids), submission.max_tokens)
         return Checked(submission, base_ids, sampling, start, pack_key, kv_bytes, prediction)
 
     def check_pack(self, pack: Any) -> None:
         """Raises `GenerationError` if requests cannot begin with `pack`."""
-        self._packs.read_and_check(pack)
+        self._read_and_check_pack(pack)
 
     def count_prompt_ids(self, base_ids: Sequence[int], pack: Any) -> int:
         """Returns how many ids a prompt is compressed to, beginning with `pack`. Raises as `check_pack` does."""
-        return self._count_ids(as_ids(base_ids), self._packs.read_and_check(pack)[0])
+        (start, _), ids, params = self._read_and_check_pack(pack), as_ids(base_ids), self.facts.params
+        return len(ids) if params is None else len(compress(params.with_start(start), ids)[0])
 
-    def _count_ids(self, base_ids: Uint32s, start: Any) -> int:
-        params = self.facts.params
-        return len(base_ids) if params is None else len(compress(params.with_start(start), base_ids)[0])
+    def _read_and_check_pack(self, pack: Any) -> tuple[Any, str]:
+        """Reads and checks a pack; returns the pack and its fingerprint, (None, "") if `pack` is None.
+
+        Raises `GenerationError` if the pack cannot be read or is not for this model.
+        """
+        if pack is None:
+            return None, ""
+        if self.facts.params is None:
+            raise GenerationError("pack: this model has no hypertokens, so nothing could use a pack")
+        try:
+            found = self._check_pack(self._read_pack(pack))
+        except GenerationError:
+            raise
+        except (MlxZipError, OSError) as error:
+            raise GenerationError(f"pack: {error}") from error
+        return found, found.fingerprint
+
+    def _read_pack(self, pack: Any) -> Pack:
+        """Returns the pack. Reads a file only if it is new or has changed. Raises `DataError` if it cannot be read."""
+        if not isinstance(pack, str | os.PathLike):
+            return as_pack(pack)
+        path = expand_home(pack)
+        try:
+            facts = os.stat(path)
+        except OSError as error:
+            raise DataError(f"{path}: no such pack file") from error
+        return self._read_pack_file(os.fspath(pack), facts.st_mtime_ns, facts.st_size)
+
+    def _raise_unless_pack_fits(self, pack: Pack) -> Pack:
+        """Returns the pack. Raises `MlxZipError` if it is for another tokenizer, codec or model."""
+        assert self.facts.params is not None
+        pack.check_tokenizer(self.facts.tokenizer, pack.name or "the pack")
+        self.facts.check_tuned_rows(pack)
+        self.facts.params.with_start(pack)
+        return pack
 
     def _checked_prompt(self, ids: Sequence[int]) -> Uint32s:
         """Returns the prompt as an array. Raises `GenerationError` if it is empty or too long, or an id is invalid."""
@@ -228,63 +261,3 @@ def check_max_tokens(value: Any, name: str = "max_tokens") -> None:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-class _PackCache:
-    """Caches the packs that requests used most recently. A pack is read and checked again only if its file changes."""
-
-    def __init__(self, facts: ModelFacts) -> None:
-        self._facts, self._lock = facts, threading.Lock()
-        self._files: OrderedDict[Any, Pack] = OrderedDict()  # (path, time of change, size) -> pack
-        self._checked: OrderedDict[str, Any] = OrderedDict()  # fingerprint -> start
-
-    def read_and_check(self, pack: Any) -> tuple[Any, str]:
-        """Reads and checks a pack; returns the pack and its fingerprint, (None, "") if `pack` is None.
-
-        Raises `GenerationError` if the pack cannot be read or is not for this model.
-        """
-        if pack is None:
-            return None, ""
-        if self._facts.params is None:
-            raise GenerationError("pack: this model has no hypertokens, so nothing could use a pack")
-        try:
-            with self._lock:
-                found = self._read_pack(pack)
-                return self._checked_pack(found), found.fingerprint
-        except GenerationError:
-            raise
-        except (MlxZipError, OSError) as error:
-            raise GenerationError(f"pack: {error}") from error
-
-    def _read_pack(self, pack: Any) -> Pack:
-        """Returns the pack. Reads a file only if it is new or has changed. Raises `DataError` if it cannot be read."""
-        if isinstance(pack, Pack) or not isinstance(pack, str | os.PathLike):
-            return as_pack(pack)
-        path = expand_home(pack)
-        try:
-            facts = os.stat(path)
-        except OSError as error:
-            raise DataError(f"{path}: no such pack file") from error
-        return _get_or_make_cached(self._files, (str(path), facts.st_mtime_ns, facts.st_size), lambda: as_pack(pack))
-
-    def _checked_pack(self, pack: Pack) -> Any:
-        """Returns the pack. Checks each pack once, against tokenizer, codec and model."""
-
-        def checked() -> Any:
-            pack.check_tokenizer(self._facts.tokenizer, pack.name or "the pack")
-            self._facts.check_tuned_rows(pack)
-            assert self._facts.params is not None
-            self._facts.params.with_start(pack)
-            return pack
-
-        return _get_or_make_cached(self._checked, pack.fingerprint, checked)
-
-
-def _get_or_make_cached(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Returns the value of `key`, made if missing. Evicts the least recently used value if there are too many."""
-    if key not in kept:
-        kept[key] = make()
-        if len(kept) > PACKS_KEPT:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]
