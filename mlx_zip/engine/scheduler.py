@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -137,8 +136,6 @@ class Scheduler:
             found = self.store.checkout(checked.base_ids, checked.pack_key, share=not request.keep, start=checked.start)
             request.session = None if found is None else found.name
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
-        if not request.keep:
-            found = replace(found, random_state=None)  # other requests may continue from this session too
         request.begin(self.served, found, differing)
         self.readings.append(self._make_reading(request))
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import version
 from numbers import Integral
 from typing import Any
@@ -87,12 +87,11 @@ class Served:
     def _weight_bytes(self) -> int:
         return sum(array.nbytes for _, array in named_arrays(self.model.parameters()))
 
-    @property
-    def quantize(self) -> Callable[[list[Any]], None]:
-        """A function that quantizes one request's KV caches in place once they hold `quantized_kv_start` ids."""
+    def quantize(self, cache: list[Any]) -> None:
+        """Quantizes one request's KV caches in place once they hold `quantized_kv_start` ids."""
         options = self.options
-        return partial(
-            maybe_quantize_kv_cache,
+        maybe_quantize_kv_cache(
+            cache,
             kv_bits=options.kv_bits,
             kv_group_size=options.kv_group_size,
             quantized_kv_start=options.quantized_kv_start,
