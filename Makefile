@@ -36,7 +36,7 @@ PIP_INSTALL := CC="$(CC)" $(BIN)/python -m pip --disable-pip-version-check insta
 help:
 	@echo "make demo    convert a checkpoint, compare with the published package, tell a story"
 	@echo "make check   the fast part of the tests, under a minute: layout, lint, codec, golden cases"
-	@echo "make test    run the quick tests, in three processes, under six minutes"
+	@echo "make test    run the quick tests, in three processes, five to eight minutes"
 	@echo "make test-slow  run the slow ones, up to half an hour: trainings, several machines, browsers, kills, long cases"
 	@echo "make lint    ruff and pyright"
 	@echo "make docs    write the tables and pictures in the docs anew from the records"

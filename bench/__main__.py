@@ -10,8 +10,10 @@ from importlib.util import find_spec
 from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
-from .recording import add_record_flag, run_recorded
+from .recording import add_record_flag, run_bench
 
+# Name -> (module, purpose). The module has add_arguments(parser) and run(args), which returns the records to print,
+# or an exit status if it prints or writes its results itself.
 BENCHES = {
     "generate": (
         "mlx_zip.bench.generation.generate",
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     args = parser.parse_args(argv)
     try:
-        return args.run(args) if args.record is None else run_recorded(args.record, lambda: args.run(args))
+        return run_bench(args.run, args, args.record)
     except MlxZipError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -14,17 +14,18 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
 
-from .recording import load_before_bench, print_record, run_in_turns, summarize_samples
+from .recording import load_before_bench, run_in_turns, summarize_samples, time_call
 
 try:
     import zip2zip_compression as upstream
@@ -38,6 +39,7 @@ TRIAL_S = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench codec`."""
+    flag = default_flags(parser.add_argument)
     parser.add_argument(
         "--text",
         nargs="+",
@@ -51,23 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=128_256,
         help="number of base ids of the vocabulary (default: 128256, as Llama-3's)",
     )
-    parser.add_argument(
-        "--length",
-        type=int,
-        default=500_000,
-        help="number of base ids to use, the first of --text (default: 500000)",
-    )
-    parser.add_argument(
-        "--windows",
-        type=int,
-        default=60,
-        help=f"number of windows of {WINDOW} base ids, each with its own codebook (default: 60)",
-    )
-    parser.add_argument("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
+    flag("--length", 500_000, "number of base ids to use, the first of --text")
+    flag("--windows", 60, f"number of windows of {WINDOW} base ids, each with its own codebook")
+    flag("--trials", 9, "number of timed runs per measurement")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per measurement. Raises `MlxZipError` if a flag is out of range or a file cannot be read."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per measurement. Raises `MlxZipError` if a flag is out of range or a file cannot be read."""
     check_flags_at_least(args, 1, "length", "windows", "trials")
     if not UNMERGED < args.vocab_size <= MOST_IDS:
         raise MlxZipError(f"--vocab-size must be from {UNMERGED + 1} to {MOST_IDS}, got {args.vocab_size}")
@@ -88,11 +80,10 @@ def run(args: argparse.Namespace) -> int:
         disabled = range(args.vocab_size - UNMERGED, args.vocab_size)
         params = CodecParams(args.vocab_size, slots, MERGE_SIZE, disabled)
         for record in time_whole_sequences(params, sequences, args.trials):
-            print_measurement(record, setting, data)
+            yield {"bench": "codec", **record, "setting": setting, "data": data}
         if what == "windows":
             for record in time_single_calls(params, sequences, args.trials):
-                print_measurement(record, setting, data)
-    return 0
+                yield {"bench": "codec", **record, "setting": setting, "data": data}
 
 
 def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
@@ -175,12 +166,13 @@ def time_single_calls(params: CodecParams, sequences: list[Uint32s], trials: int
     for trial in range(trials):
         ids = compress(params, sequences[trial % len(sequences)])[0].tolist()
         book = Codebook(params)
-        samples["push_one"].append([time_call_ns(book.push, x) for x in ids])
-        samples["mark"].append([time_call_ns(book.mark) for _ in ids])
-        samples["rewind_one"].append([time_call_ns(book.rewind, mark) for mark in reversed(range(len(ids)))])
+        time_ns = partial(time_call, clock=time.perf_counter_ns)
+        samples["push_one"].append([time_ns(book.push, x) for x in ids])
+        samples["mark"].append([time_ns(book.mark) for _ in ids])
+        samples["rewind_one"].append([time_ns(book.rewind, mark) for mark in reversed(range(len(ids)))])
         if upstream is not None:
             manager = upstream.CodebookManager(upstream.CompressionConfig(*upstream_sizes(params)))
-            samples["upstream"].append([time_call_ns(manager.update_codebooks, [[x]]) for x in ids])
+            samples["upstream"].append([time_ns(manager.update_codebooks, [[x]]) for x in ids])
     theirs = samples.pop("upstream")
     for what, calls in samples.items():
         record = {
@@ -196,13 +188,3 @@ def summarize_call_times(calls: list[list[int]]) -> dict[str, Any]:
     """Summarizes the medians of the trials, and adds the 99th percentile of all calls. calls: ns, [trials][calls]."""
     flat = np.concatenate(calls)
     return {**summarize_samples([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
-
-
-def time_call_ns(call: Callable[..., Any], *args: Any) -> int:
-    started = time.perf_counter_ns()
-    call(*args)
-    return time.perf_counter_ns() - started
-
-
-def print_measurement(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
-    print_record({"bench": "codec", **record, "setting": setting, "data": data})

@@ -20,7 +20,7 @@ from mlx_zip.errors import MlxZipError
 
 from .plots import render_figure
 from .recording import add_record_flag
-from .records import Records, table, write_whole
+from .records import Records, explain_wrong_fields, table, write_whole
 from .tables import drafts, nvidia, performance, smollm2
 
 if TYPE_CHECKING:
@@ -149,12 +149,8 @@ def render_table(path: Path, name: str, tables: Tables, records: Records) -> str
 
 def make_or_explain(name: str, make: Callable[[Records], Any], records: Records) -> Any:
     """Returns `make(records)`; errors from incomplete records become a `MlxZipError` that names the table."""
-    try:
+    with explain_wrong_fields(name):
         return make(records)
-    except KeyError as missing:
-        raise MlxZipError(f"{name}: its records have no {missing}") from missing
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        raise MlxZipError(f"{name}: its records do not hold what they should: {error}") from error
 
 
 def read_page(path: Path) -> str:

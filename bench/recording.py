@@ -13,15 +13,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from io import StringIO
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
@@ -50,6 +48,13 @@ def run_in_turns(
     return found
 
 
+def time_call(call: Callable[..., Any], *args: Any, clock: Callable[[], Any] = time.perf_counter) -> Any:
+    """Returns how long `call(*args)` takes, in the unit of `clock`."""
+    begun = clock()
+    call(*args)
+    return clock() - begun
+
+
 def summarize_samples(samples: Sequence[float]) -> dict[str, Any]:
     """Returns samples with their median, min and max, rounded to six significant digits."""
     rounded = [float(f"{sample:.6g}") for sample in samples]
@@ -74,11 +79,6 @@ def environment_fields() -> dict[str, Any]:
         "preloaded": preloaded_libraries(),
         "blas": blas_libraries(),
     }
-
-
-def print_record(record: Mapping[str, Any]) -> None:
-    """Prints a record as a JSON line, with the fields of `environment_fields`."""
-    print(json.dumps({**record, **environment_fields()}), flush=True)
 
 
 @cache
@@ -191,19 +191,26 @@ def add_record_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_recorded(file: Path, run: Callable[[], int]) -> int:
-    """Runs a bench and appends the lines that it prints to the file; returns the bench's exit status.
+def run_bench(run: Callable[[Any], int | Iterable[Mapping[str, Any]]], args: Any, file: Path | None = None) -> int:
+    """Runs a bench and prints its records with the fields of `environment_fields`; returns the exit status.
 
-    Nothing is written if the bench fails. Raises `MlxZipError` before the bench begins if the machine is busy or the
-    file cannot be written.
+    run: returns the records, or an exit status if the bench prints or writes its results itself. file: all records are
+    appended to it in the end, nothing if the bench fails. Raises `MlxZipError` before the bench begins if the machine
+    is busy or the file cannot be written.
     """
-    check_record_file(file)
-    check_machine_is_quiet()
-    with redirect_stdout(CopyingStream(sys.stdout)) as printed:
-        status = run()
-    if status == 0:
-        append_lines(file, printed.getvalue())
-    return status
+    if file is not None:
+        check_record_file(file)
+        check_machine_is_quiet()
+    found, lines = run(args), ""
+    if isinstance(found, int):
+        return found
+    for record in found:
+        line = json.dumps({**record, **environment_fields()})
+        print(line, flush=True)
+        lines += line + "\n"
+    if file is not None:
+        append_lines(file, lines)
+    return 0
 
 
 def check_machine_is_quiet() -> None:
@@ -236,20 +243,3 @@ def append_lines(file: Path, lines: str) -> None:
     """Appends lines to a file, all or none. Raises `MlxZipError` if that fails."""
     old = file.read_text(encoding="utf-8") if file.exists() else ""
     write_whole(file, old + ("\n" if old and not old.endswith("\n") else "") + lines, "--record")
-
-
-class CopyingStream(StringIO):
-    """Keeps the text that is written to it, and also writes it to another stream."""
-
-    def __init__(self, shown: TextIO) -> None:
-        super().__init__()
-        self.shown = shown
-
-    def write(self, text: str) -> int:
-        """Writes the text to both streams and returns its length."""
-        self.shown.write(text)
-        return super().write(text)
-
-    def flush(self) -> None:
-        """Flushes the other stream."""
-        self.shown.flush()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,19 @@ def read_lines(path: Path) -> list[Record]:
     if not all(isinstance(line, dict) for line in found):
         raise MlxZipError(f"{path}: not JSON lines: each must be an object")
     return found
+
+
+@contextmanager
+def explain_wrong_fields(name: str) -> Iterator[None]:
+    """Context manager: turns errors in reading fields of records into a `MlxZipError`. name: of the table or files."""
+    try:
+        yield
+    except KeyError as missing:
+        raise MlxZipError(f"{name}: its records have no {missing}") from missing
+    except MlxZipError:  # some are a ValueError too
+        raise
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise MlxZipError(f"{name}: its records do not hold what they should: {error}") from error
 
 
 def write_whole(path: Path, data: str | bytes, what: str = "") -> None:

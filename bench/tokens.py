@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import add_limit_bytes_flag, check_flags_at_least
+from mlx_zip.arguments import add_limit_bytes_flag, check_flags_at_least, default_flags
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError, MlxZipError, missing_library_error
@@ -26,7 +26,6 @@ from mlx_zip.text.formats import KINDS
 from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
 from .codec import upstream_sizes
-from .recording import print_record
 
 WHOLE = "document"  # value of --windows: each document is one window
 COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]  # columns of `counts`
@@ -35,6 +34,7 @@ COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_u
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench tokens`."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--tokenizers", type=Path, nargs="+", default=[], metavar="FILE", help=f"vocabulary files to compare: {KINDS}")
     add(
         "--text",
@@ -45,29 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ".jsonl line to read follow the file's name (default: text), for example math=FILE:question+answer",
     )
     add_limit_bytes_flag(add, "each domain's text")
-    add(
-        "--merge-sizes",
-        type=int,
-        nargs="+",
-        default=[2, 3, 4, 5],
-        metavar="M",
-        help="maximum base ids per hypertoken; every value is measured (default: 2 3 4 5)",
-    )
-    add(
+    flag("--merge-sizes", [2, 3, 4, 5], "maximum base ids per hypertoken; every value is measured", metavar="M")
+    flag(
         "--windows",
-        nargs="+",
-        default=["1024", "2048", "4096", "8192", WHOLE],
+        ["1024", "2048", "4096", "8192", WHOLE],
+        f"base ids per window, or {WHOLE} for one window per document",
         metavar="N",
-        help=f"base ids per window, or {WHOLE} for one window per document (default: 1024 2048 4096 8192 {WHOLE})",
     )
-    add(
+    flag(
         "--codebook-sizes",
-        type=int,
-        nargs="+",
-        default=[2048],
+        [2048],
+        "maximum number of hypertokens; of the values that a window cannot fill only the smallest is measured",
         metavar="N",
-        help="maximum number of hypertokens; of the values that a window cannot fill only the smallest is measured "
-        "(default: 2048)",
     )
     add(
         "--check",
@@ -76,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per tokenizer and domain. Raises `MlxZipError` if a flag or file cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per tokenizer and domain. Raises `MlxZipError` if a flag or file cannot be used."""
     windows = check_flags(args)
     upstream = import_upstream() if args.check else None
     corpora = read_domains(args.text, args.limit_bytes)
@@ -86,9 +75,8 @@ def run(args: argparse.Namespace) -> int:
         for domain, corpus in corpora.items():
             settings = list(distinct_settings(windows, args.merge_sizes, args.codebook_sizes))
             line = count_corpus(vocabulary, corpus, settings, upstream)
-            print_record({"bench": "tokens", "domain": domain, **line})
+            yield {"bench": "tokens", "domain": domain, **line}
             print(f"{vocabulary.name}, {domain}: {len(settings)} settings", file=sys.stderr)
-    return 0
 
 
 def check_flags(args: argparse.Namespace) -> list[int | None]:

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from mlx_zip.errors import DataError, GenerationError, failure_reason
@@ -121,16 +121,36 @@ def suggest_nearest(word: str, choices: Iterable[str]) -> str:
 # ---- shared flags and checks
 
 
-def check_flags_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Raises `DataError` if one of the named flags has a value below `least`. Flags that were not given are skipped.
+def check_flags_at_least(args: argparse.Namespace, least: float, *names: str, below: float | None = None) -> None:
+    """Raises `DataError` unless the named flags have values from `least` on and below `below`. Skips flags not given.
 
     names: attributes of `args`, for example "most_ids" for --most-ids. If a flag has several values, all are checked.
     """
     for name in names:
         value = getattr(args, name)
         for one in value if isinstance(value, list | tuple) else [value]:
-            if one is not None and one < least:
-                raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {one}")
+            if one is not None and not (least <= one and (below is None or one < below)):
+                bounds = f"{least}" if below is None else f"{least} and below {below}"
+                raise DataError(f"--{name.replace('_', '-')} must be at least {bounds}, got {one}")
+
+
+def default_flags(add: Any) -> Callable[..., None]:
+    """Returns a function that declares a flag with a default, for example `flag("--trials", 5, "number of runs")`.
+
+    The default is a value, or a list for a flag that takes several values. The flag's type and the end of its help,
+    "(default: 5)", follow from the default. Further options are those of `add`, a parser's or group's `add_argument`.
+    """
+
+    def flag(name: str, default: Any, purpose: str, **options: Any) -> None:
+        several = isinstance(default, list)
+        values = default if several else [default]
+        if several:
+            options["nargs"] = "+"
+        if not isinstance(values[0], str):
+            options["type"] = type(values[0])
+        add(name, default=default, help=f"{purpose} (default: {' '.join(map(str, values))})", **options)
+
+    return flag
 
 
 def add_trust_remote_code_flag(add: Any) -> None:

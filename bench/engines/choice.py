@@ -1,4 +1,4 @@
-"""Checks engine names, and makes engines by their names."""
+"""The engines' names, which docs/bench.md explains: checks them, and makes engines by their names."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError, missing_library_error
 
-from .interface import ENGINES, Engine
+from .interface import Engine
 from .shape_table import Models
 
-LIBRARIES = {
-    **dict.fromkeys(("hf", "hf-float32", "hf-bfloat16"), ("torch", "transformers")),
-    "zip2zip": ("torch", "zip2zip"),
+ENGINES = {  # name: libraries that the engine needs
+    "mlx-lm": ("mlx",),
+    "mlx-zip": ("mlx",),
     "torch-zip": ("torch",),
     "torch-base": ("torch",),
     "vllm-zip": ("vllm",),
     "vllm-base": ("vllm",),
-    **dict.fromkeys(("mlx-lm", "mlx-zip"), ("mlx",)),
+    **dict.fromkeys(("hf", "hf-float32", "hf-bfloat16"), ("torch", "transformers")),
+    "zip2zip": ("torch", "zip2zip"),
 }
 CHOOSING = ("vllm-zip", "vllm-base")  # engines that emit only the ids that they choose, and so cannot replay a text
 
@@ -30,7 +31,7 @@ def check_engine_names(names: Sequence[str]) -> None:
             raise MlxZipError(f"engine {name!r} is not one of {', '.join(ENGINES)}")
         if name in names[:at]:
             raise MlxZipError(f"engine {name} is named twice")
-        missing = [library for library in LIBRARIES.get(name, ()) if find_spec(library) is None]
+        missing = [library for library in ENGINES[name] if find_spec(library) is None]
         if missing:
             raise missing_library_error(f"engine {name}", *missing)
 

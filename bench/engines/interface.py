@@ -1,4 +1,4 @@
-"""The engines' names and interface, and the record of a timed request. Needs no MLX."""
+"""The engines' interface, and the record of a timed request. Needs no MLX."""
 
 from __future__ import annotations
 
@@ -13,19 +13,6 @@ from mlx_zip.bench import machine
 from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import MlxZipError
-
-ENGINES = {
-    "mlx-lm": "the plain model in mlx-lm",
-    "mlx-zip": "the model with hypertokens in mlx_zip",
-    "torch-zip": "the model with hypertokens in mlx_zip on PyTorch",
-    "torch-base": "the plain model on the same engine as torch-zip",
-    "vllm-zip": "the model with hypertokens on vLLM",
-    "vllm-base": "the plain model on vLLM, from a folder of unpacked weights",
-    "hf": "the plain model in transformers, eager",
-    "hf-float32": "hf, with all weights in float32",
-    "hf-bfloat16": "hf, with all weights in bfloat16",
-    "zip2zip": "the published package (PyTorch)",
-}
 
 
 @dataclass

@@ -73,7 +73,7 @@ def models_from_folders(model: str | None, base: str | None, float32: bool = Fal
     `MlxZipError` if `model` has no hypertokens, `base` has hypertokens, or their tokenizers differ in size.
     """
     from mlx_zip.models.loading import find_model_folder, load
-    from mlx_zip.training.pack_tuning import dequantize_all_weights
+    from mlx_zip.training.starting_model import dequantize_all_weights
 
     if model is None and base is None:
         raise MlxZipError("name a model with --model or --base, or a shape with --shape")

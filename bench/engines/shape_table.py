@@ -13,86 +13,40 @@ GROUP_SIZE = 64  # number of weights that share a scale in a quantized layer
 PRECISIONS = ("float32", "16", "8", "4")
 ENCODERS = ("transformer", "res_latent_attn", "attention", "averaging")
 _LONG = [1.0 + 0.7 * i for i in range(48)]  # made-up long factors of the rope: their values do not change the time
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0,
-    },
-    "small-125m": {
-        "model_type": "llama",
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "vocab_size": 50304,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-    "phi-3.5-mini": {
-        "model_type": "phi3",
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 32064,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 131072,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "sliding_window": None,
-        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _LONG},
-    },
-    "phi-3-medium": {
-        "model_type": "phi3",
-        "hidden_size": 5120,
-        "intermediate_size": 17920,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 10,
-        "vocab_size": 32064,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "sliding_window": None,
-    },
+
+
+def decoder_config(
+    kind: str, sizes: tuple[int, int, int], heads: tuple[int, int], vocab_size: int, positions: int, **others: Any
+) -> dict[str, Any]:
+    """Returns a decoder's config.json. kind: "llama" (tied) or "phi3" (untied). others: further fields.
+
+    sizes: width, inner width of the feed-forward layers, number of layers. heads: query heads, key heads.
+    """
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    tied = {"tie_word_embeddings": kind == "llama", "max_position_embeddings": positions}
+    fixed = {"model_type": kind, "vocab_size": vocab_size, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}
+    return fixed | dict(zip(names, (*sizes, *heads), strict=True)) | tied | others
+
+
+_LLAMA_ROPE = {
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+}
+_PHI = {"original_max_position_embeddings": 4096, "sliding_window": None}
+_LONG_ROPE = {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _LONG}}
+SHAPES = {
+    "smollm2-135m": decoder_config("llama", (576, 1536, 30), (9, 3), 49152, 8192, head_dim=64, rope_theta=100000.0),
+    "small-125m": decoder_config("llama", (768, 2048, 12), (12, 12), 50304, 8192),
+    "llama-3.2-1b": decoder_config(
+        "llama", (2048, 8192, 16), (32, 8), 128256, 131072, head_dim=64, rope_theta=500000.0, **_LLAMA_ROPE
+    ),
+    "phi-3.5-mini": decoder_config("phi3", (3072, 8192, 32), (32, 32), 32064, 131072, **_PHI, **_LONG_ROPE),
+    "phi-3-medium": decoder_config("phi3", (5120, 17920, 40), (40, 10), 32064, 4096, **_PHI),
 }
 
 # sizes of small models by model_type: quantized layers need 64 columns, LongRoPE needs 48 factors

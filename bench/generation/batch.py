@@ -9,18 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.engines.mlx_engines import MlxEngine, MlxLm, MlxZip, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import make_conversations, read_requests
-from mlx_zip.bench.recording import load_before_bench, print_header, print_record, run_in_turns, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_header, run_in_turns, summarize_samples
 from mlx_zip.bench.tables.performance import KINDS, batch_table
 from mlx_zip.engine.mlx.generate import stream_batch, stream_generate
 
@@ -32,14 +31,15 @@ WAYS = ("one_stream", "batch")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench batch`."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--model", required=True, help="model with hypertokens to time: model folder, hub id or bundled model")
     add(
         "--base",
         help="plain model to compare with: model folder, hub id or bundled model (default: the decoder of --model)",
     )
-    add("--rows", type=int, default=8, metavar="N", help="number of requests in the batch (default: 8)")
-    add("--max-tokens", type=int, default=256, help="maximum number of base tokens per answer (default: 256)")
-    add("--trials", type=int, default=5, help="number of timed runs of each of the four ways to run (default: 5)")
+    flag("--rows", 8, "number of requests in the batch", metavar="N")
+    flag("--max-tokens", 256, "maximum number of base tokens per answer")
+    flag("--trials", 5, "number of timed runs of each of the four ways to run")
     add("--cold", action="store_true", help="begin every run without the hyper rows that earlier runs encoded")
     add(
         "--requests",
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Times both models in both ways and prints one JSON line. Raises `MlxZipError` if the flags cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times both models in both ways and yields one record. Raises `MlxZipError` if the flags cannot be used."""
     check_flags_at_least(args, 1, "rows", "trials")
     check_flags_at_least(args, 2, "max_tokens")
     load_before_bench()
@@ -74,27 +74,22 @@ def run(args: argparse.Namespace) -> int:
         **measure_batch_gain(engines, prompts, args),
         "device": device,
     }
-    print_record(record)
+    yield record
     print(batch_table([record]), file=sys.stderr)
-    return 0
 
 
 # ---- measuring
 
 
-@dataclass(frozen=True)
-class TimedRun:
+class TimedRun(NamedTuple):
     """The counts and times of one run.
 
     ids: number of emitted ids. base_tokens, seconds: emitted base tokens, and duration including the prompts.
     """
 
-    ids: int = 0
-    base_tokens: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: TimedRun) -> TimedRun:
-        return TimedRun(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+    ids: int
+    base_tokens: int
+    seconds: float
 
 
 def measure_batch_gain(
@@ -114,23 +109,17 @@ def measure_batch_gain(
 
 def answer_all_prompts(engine: MlxEngine, way: str, prompts: Sequence[list[int]], max_tokens: int) -> TimedRun:
     wait_and_free_memory()
-    model, tokenizer = engine.model, engine.tokenizer
+    model, tokenizer, begun = engine.model, engine.tokenizer, time.perf_counter()
     if way == "batch":
-        begun = time.perf_counter()
         return time_responses((response for _, response in stream_batch(model, tokenizer, prompts, max_tokens)), begun)
-    total = TimedRun()
-    for prompt in prompts:
-        begun = time.perf_counter()
-        total += time_responses(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens), begun)
-    return total
+    answers = (stream_generate(model, tokenizer, prompt, max_tokens=max_tokens) for prompt in prompts)
+    return time_responses(chain.from_iterable(answers), begun)
 
 
 def time_responses(responses: Iterable[Any], begun: float) -> TimedRun:
     """Reads all responses; returns counts and time. begun: when the request began, by `time.perf_counter`."""
-    ids = tokens = 0
-    for response in responses:
-        ids, tokens = ids + 1, tokens + len(response.base_ids)
-    return TimedRun(ids, tokens, time.perf_counter() - begun)
+    tokens = [len(response.base_ids) for response in responses]
+    return TimedRun(len(tokens), sum(tokens), time.perf_counter() - begun)
 
 
 # ---- the record

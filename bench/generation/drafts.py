@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,13 +21,13 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler, MlxEngine, installed_row_bytes, with_memory_row_store
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.shape_table import Models
 from mlx_zip.bench.engines.workloads import Turn, Workload
-from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header
+from mlx_zip.bench.recording import load_before_bench, print_header
 from mlx_zip.bench.tables.drafts import time_table
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import as_ids
@@ -62,22 +61,21 @@ PREFILL = 512  # ids of a prompt in one prefill pass
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench drafts`."""
     add = parser.add_argument
-    add(
+    flag = default_flags(add)
+    flag(
         "--models",
-        nargs="+",
-        default=["smollm2"],
+        ["smollm2"],
+        "models with hypertokens: smollm2, stories, or folders and hub ids, whose plain model is their decoder",
         metavar="MODEL",
-        help="models with hypertokens: smollm2, stories, or folders and hub ids, whose plain model is their decoder "
-        "(default: smollm2)",
     )
     add("--float32", action="store_true", help="turn quantized weights into float32 first")
-    add(
+    flag(
         "--mode",
-        choices=("passes", "greedy", "replay", "free"),
-        default="replay",
-        help="passes: run no model, count passes and measure the host's work; greedy: count the passes of the model's "
+        "replay",
+        "passes: run no model, count passes and measure the host's work; greedy: count the passes of the model's "
         "greedy answer, at most as long as the text's, also with the model's draft head and with the plain model as "
-        "draft model; replay: time the text's own answer; free: time the greedy one (default: replay)",
+        "draft model; replay: time the text's own answer; free: time the greedy one",
+        choices=("passes", "greedy", "replay", "free"),
     )
     add("--texts", type=int, help="maximum number of texts per kind (default: all)")
     add("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds of text to write (default: all)")
@@ -90,12 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a run may reuse of earlier ones: hyper rows, and what passes cost. cold: neither (default: both "
         "ways, in turns)",
     )
-    add("--trials", type=int, default=5, help="number of timed runs of each way on each text (default: 5)")
+    flag("--trials", 5, "number of timed runs of each way on each text")
     add("--tokens", type=int, help="maximum base tokens that a timed run writes (default: the whole answer)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints a JSON line per model, text and way to draft. Raises `MlxZipError` if a model cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per model, text and way to draft. Raises `MlxZipError` if a model cannot be used."""
     check_flags_at_least(args, 1, "trials")
     if args.tokens is not None:
         check_flags_at_least(args, 2, "tokens")
@@ -107,12 +105,9 @@ def run(args: argparse.Namespace) -> int:
         models = models_from_folders(name, PARTNERS.get(name), args.float32)
         workloads = list(fitting_workloads(models, args))
         if args.mode in ("passes", "greedy"):
-            records = replay_records if args.mode == "passes" else greedy_records
-            for record in records(models, workloads):
-                print(json.dumps(record), flush=True)
+            yield from (replay_records if args.mode == "passes" else greedy_records)(models, workloads)
         else:
-            time_drafts(models, workloads, args)
-    return 0
+            yield from time_drafts(models, workloads, args)
 
 
 def fitting_workloads(models: Models, args: argparse.Namespace) -> Iterator[Workload]:
@@ -149,7 +144,6 @@ def make_count_record(
         "model": {"name": models.name, "precision": models.precision},
         "workload": {"domain": workload.domain, "data": workload.data},
         **found,
-        **environment_fields(),
     }
 
 
@@ -202,8 +196,8 @@ def greedy_records(models: Models, workloads: Sequence[Workload]) -> Iterator[di
 # ---- time
 
 
-def time_drafts(models: Models, workloads: Sequence[Workload], args: argparse.Namespace) -> None:
-    """Times each text with every way to draft, alternating; prints a record per text, way and rows (warm or cold)."""
+def time_drafts(models: Models, workloads: Sequence[Workload], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times each text with every way to draft, alternating; yields a record per text, way and rows (warm or cold)."""
     read: dict[Any, list[Any]] = {}
     engines = [DraftedEngine(models, kind, draft, read) for kind, draft in product(("plain", "zip"), args.drafts)]
     comparison = EngineComparison(args, list(product(engines, args.rows)), models)
@@ -212,8 +206,7 @@ def time_drafts(models: Models, workloads: Sequence[Workload], args: argparse.Na
     for workload in workloads:
         measured = comparison.measure([shorten_workload(workload, args.tokens)])
         records = [{**record, "bench": "drafts"} for record in measured]
-        for record in records:
-            print(json.dumps(record), flush=True)
+        yield from records
         print(time_table(records), file=sys.stderr)
         read.clear()
 

@@ -7,7 +7,6 @@ arguments are refused before any model is made.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from mlx_zip.arguments import check_flags_at_least, parse_json_map
-from mlx_zip.bench.engines.choice import CHOOSING, check_engine_names, engines_need_mlx, make_engine
-from mlx_zip.bench.engines.interface import ENGINES, Engine, Run
+from mlx_zip.arguments import check_flags_at_least, default_flags, parse_json_map
+from mlx_zip.bench.engines.choice import CHOOSING, ENGINES, check_engine_names, engines_need_mlx, make_engine
+from mlx_zip.bench.engines.interface import Engine, Run
 from mlx_zip.bench.engines.shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
 from mlx_zip.bench.engines.workloads import (
     Workload,
@@ -29,7 +28,7 @@ from mlx_zip.bench.engines.workloads import (
     read_tokenizer,
 )
 from mlx_zip.bench.machine import EnergyMeter, joules_between
-from mlx_zip.bench.recording import environment_fields, load_before_bench, print_header
+from mlx_zip.bench.recording import load_before_bench, print_header
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
@@ -43,6 +42,7 @@ SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # as in the paper's tabl
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that choose the model to time."""
     add = parser.add_argument_group("model").add_argument
+    flag = default_flags(add)
     add("--model", help="model with hypertokens to time: model folder, hub id or bundled model")
     add(
         "--base",
@@ -53,27 +53,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(SHAPES),
         help="time random weights with the layer sizes of this shape, instead of --model; needs --mode replay",
     )
-    add(
-        "--precision",
-        choices=PRECISIONS,
-        default="float32",
-        help="precision of the weights of --shape: float32, or bits per weight (default: float32)",
+    flag(
+        "--precision", "float32", "precision of the weights of --shape: float32, or bits per weight", choices=PRECISIONS
     )
     add("--tokenizer", default="stories", help="tokenizer for --shape: folder or hub id (default: stories, bundled)")
-    add(
-        "--encoder",
-        choices=ENCODERS,
-        default="transformer",
-        help="kind of hyper-encoder of --shape (default: transformer)",
-    )
-    add("--encoder-layers", type=int, default=2, help="number of layers of the hyper-encoder of --shape (default: 2)")
-    add("--merge-size", type=int, default=3, help="maximum base ids per hypertoken of --shape (default: 3)")
-    add("--codebook-size", type=int, default=2048, help="maximum number of hypertokens of --shape (default: 2048)")
+    flag("--encoder", "transformer", "kind of hyper-encoder of --shape", choices=ENCODERS)
+    flag("--encoder-layers", 2, "number of layers of the hyper-encoder of --shape")
+    flag("--merge-size", 3, "maximum base ids per hypertoken of --shape")
+    flag("--codebook-size", 2048, "maximum number of hypertokens of --shape")
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, sizes: Sequence[str]) -> None:
     """Declares the flags that choose the texts, and how much is read and written. sizes: default of --sizes."""
     add = parser.add_argument_group("text").add_argument
+    flag = default_flags(add)
     add(
         "--text",
         nargs="+",
@@ -81,46 +74,31 @@ def add_text_arguments(parser: argparse.ArgumentParser, sizes: Sequence[str]) ->
         metavar="DOMAIN=FILE",
         help="text file of a domain (.txt or .jsonl, each also .gz); more items add files (default: a made-up text)",
     )
-    add(
-        "--sizes",
-        nargs="+",
-        default=list(sizes),
-        metavar="P+G",
-        help=f"P+G: base tokens to read and to write; every size given is measured (default: {' '.join(sizes)})",
-    )
+    flag("--sizes", list(sizes), "P+G: base tokens to read and to write; every size given is measured", metavar="P+G")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench generate`."""
     add = parser.add_argument
-    add(
-        "--engines",
-        nargs="+",
-        default=["mlx-lm", "mlx-zip"],
-        metavar="ENGINE",
-        help=f"engines to time on the same texts: {', '.join(ENGINES)} (default: mlx-lm mlx-zip)",
+    flag = default_flags(add)
+    flag(
+        "--engines", ["mlx-lm", "mlx-zip"], f"engines to time on the same texts: {', '.join(ENGINES)}", metavar="ENGINE"
     )
-    add(
+    flag(
         "--mode",
+        "replay",
+        "what engines write. replay: the text's own continuation; free: greedy decoding; chat: greedy answers in "
+        "conversations",
         choices=MODES,
-        default="replay",
-        help="what engines write. replay: the text's own continuation; free: greedy decoding; chat: greedy answers in "
-        "conversations (default: replay)",
     )
-    add("--trials", type=int, default=5, help="number of timed runs of each engine on each text (default: 5)")
-    add(
-        "--warmup",
-        type=int,
-        default=1,
-        help="number of untimed runs of each engine on each text, before the timed ones (default: 1)",
-    )
-    add(
+    flag("--trials", 5, "number of timed runs of each engine on each text")
+    flag("--warmup", 1, "number of untimed runs of each engine on each text, before the timed ones")
+    flag(
         "--rows",
-        nargs="+",
+        ["warm"],
+        "hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none; give both words to "
+        "measure both in turns",
         choices=("warm", "cold"),
-        default=["warm"],
-        help="hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none; give both words to "
-        "measure both in turns (default: warm)",
     )
     add(
         "--published",
@@ -141,25 +119,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file with the requests of --mode chat, one per line (default: 64 built-in requests for stories)",
     )
-    add("--turns", type=int, default=3, help="number of requests in each conversation of --mode chat (default: 3)")
-    add(
+    flag("--turns", 3, "number of requests in each conversation of --mode chat")
+    flag(
         "--conversations",
-        type=int,
-        default=1,
+        1,
+        "number of conversations of --mode chat, with different requests; a record has one sample per conversation "
+        "and trial",
         metavar="N",
-        help="number of conversations of --mode chat, with different requests; a record has one sample per "
-        "conversation and trial (default: 1)",
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints the records of `time_engines` as JSON lines. Raises `MlxZipError` if it does."""
-    for record in time_engines(args):
-        print(json.dumps(record), flush=True)
-    return 0
-
-
-def time_engines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Times the engines; yields a record per engine and workload (of conversations, per engine and turn).
 
     Raises `MlxZipError` if the flags, models or texts cannot be used.
@@ -364,7 +334,6 @@ class EngineComparison:
             "kv_dtype": engine.kv_dtype,
             "energy_source": self.meter.source,
             "device": self.devices[engine.name],
-            **environment_fields(),
         }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -119,18 +118,6 @@ def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
     if not found:
         raise MlxZipError(f"{', '.join(map(str, names))}: no record of `bench generate` in there")
     return found
-
-
-@contextmanager
-def refuse_wrong_fields(names: Iterable[str | Path]) -> Iterator[None]:
-    """Context manager: turns errors in reading fields of records into a `MlxZipError` that names these files."""
-    try:
-        yield
-    except MlxZipError:
-        raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        files = ", ".join(map(str, names))
-        raise MlxZipError(f"{files}: a record has a wrong field: {type(error).__name__}: {error}") from error
 
 
 def _is_record(line: Record, name: str | Path) -> bool:

@@ -9,9 +9,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_zip.bench.records import libraries_cell, load_cell, table
+from mlx_zip.bench.records import explain_wrong_fields, libraries_cell, load_cell, table
 
-from .generate_record import read_records, record_key, refuse_wrong_fields
+from .generate_record import read_records, record_key
 from .ratios import figure_ratio
 
 BASE = "mlx-lm"  # engine that the others are compared with; if it did not run, the first of `BASES` that did
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table. Raises `MlxZipError` if a file has no records of `bench generate`."""
-    with refuse_wrong_fields(args.records):
+    with explain_wrong_fields(", ".join(args.records)):
         print(records_table(read_records(args.records)))
     return 0
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx_zip
-from mlx_zip.bench.engines.choice import check_engine_names
-from mlx_zip.bench.engines.interface import ENGINES
+from mlx_zip.bench.engines.choice import ENGINES, check_engine_names
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, narrow_shape_config
+from mlx_zip.bench.engines.workloads import cut_text
 from mlx_zip.bench.machine import active_clock_limits
+from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import Record, write_whole
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -150,15 +151,6 @@ def replayed_text_file(args: argparse.Namespace) -> Path:
     return path
 
 
-def read_base_ids(args: argparse.Namespace, count: int) -> list[int]:
-    tokenizer = load_tokenizer(args.tokenizer)
-    text = replayed_text_file(args)
-    ids = tokenizer.encode(read_text(text, "--code")[: 16 * count], add_special_tokens=False)[:count]
-    if len(ids) < count:
-        raise MlxZipError(f"--code {text}: the text has {len(ids)} base ids, {count} are needed")
-    return ids
-
-
 # ---- parts
 
 
@@ -209,7 +201,9 @@ def kernel_record(plan: Sizes, case: Any, model: dict[str, str], device: Any, ba
 
 
 def run_steps(args: argparse.Namespace, plan: Sizes, cases: CaseRunner) -> None:
-    ids = read_base_ids(args, plan.context + plan.tokens)
+    text, tokenizer = [replayed_text_file(args)], load_tokenizer(args.tokenizer)
+    turn = cut_text("code", text, tokenizer, plan.context, plan.tokens, "replay").turns[0]
+    ids = [*turn.prompt, *(turn.text or ())]
     for shape, precision in STEPS:
         cases.run(f"steps of {shape}, {precision} bit", partial(step_records, args, plan, shape, precision, ids))
 
@@ -270,12 +264,13 @@ def run_whole_requests(
 
 
 def whole_request_records(flags: list[str]) -> Iterator[Record]:
-    """Runs `bench generate` with these flags; prints and yields its records."""
+    """Runs `bench generate` with these flags; prints and yields its records, with the fields of every record."""
     from mlx_zip.bench.generation import generate
 
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
-    for record in generate.time_engines(parser.parse_args(flags)):
+    for found in generate.run(parser.parse_args(flags)):
+        record = {**found, **environment_fields()}
         print(json.dumps(record), flush=True)
         yield record
 

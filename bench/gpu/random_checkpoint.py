@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_zip.arguments import default_flags
 from mlx_zip.bench.engines.shape_table import SHAPES, ZipOptions, config_with_hypertokens, narrow_shape_config
 from mlx_zip.errors import MlxZipError, failure_reason, missing_library_error
 from mlx_zip.files import atomic_folder, check_writable, write_json
@@ -28,14 +29,10 @@ DTYPES = {"16": "bfloat16", "float32": "float32"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench checkpoint`."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--out", type=Path, required=True, metavar="DIR", help="folder to write; it must not exist")
-    add("--shape", choices=tuple(SHAPES), default="phi-3.5-mini", help="layer sizes (default: phi-3.5-mini)")
-    add(
-        "--precision",
-        choices=tuple(DTYPES),
-        default="16",
-        help="number type of the weights: 16 is bfloat16 (default: 16)",
-    )
+    flag("--shape", "phi-3.5-mini", "layer sizes", choices=tuple(SHAPES))
+    flag("--precision", "16", "number type of the weights: 16 is bfloat16", choices=tuple(DTYPES))
     add("--tokenizer", default="stories", help="tokenizer to copy: folder or hub id (default: stories, bundled)")
     add("--rehearse", action="store_true", help="write the narrow shape of `bench nvidia --rehearse`")
 

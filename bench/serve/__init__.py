@@ -1,1 +1,1 @@
-"""Benches of the server, which runs as a process and receives requests over raw sockets."""
+"""Benches of the server, which runs as a process and receives requests over HTTP."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -20,72 +19,46 @@ from .client import send_request
 START_S, END_S = 180.0, 30.0  # most seconds for a server to start and to end
 
 
-class ServerProcess:
-    """Context manager: runs a server in a separate process.
+@contextmanager
+def running_server(words: Sequence[str]) -> Iterator[int]:
+    """Context manager: runs a server in a separate process and yields its port, when the server answers.
 
-    words: the command after `python -m`, without host and port.
+    words: the command after `python -m`, without host and port. Raises `MlxZipError` if the server does not answer.
     """
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = list(words)
-        self.port = free_port()
-        self._log: IO[bytes] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> ServerProcess:
-        self._log = TemporaryFile()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", *self.words, "--host", "127.0.0.1", "--port", str(self.port)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-        )
+    port = free_port()
+    command = [sys.executable, "-m", *words, "--host", "127.0.0.1", "--port", str(port)]
+    with TemporaryFile() as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            self.wait_until_ready()
-        except BaseException:
-            self.stop_with(signal.SIGKILL)
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop_with(signal.SIGTERM)
-
-    def wait_until_ready(self) -> None:
-        """Waits until the server answers. Raises `MlxZipError` if it ends first or needs over `START_S` seconds."""
-        until = time.monotonic() + START_S
-        while time.monotonic() < until:
-            if self.process.poll() is not None:
-                raise MlxZipError(f"the server {' '.join(self.words)} ended at once: {self.last_line()}")
+            wait_until_ready(process, port, f"the server {' '.join(words)}", log)
+            yield port
+        finally:
+            process.terminate()
             try:
-                if asyncio.run(send_request(self.port, "/health", timeout_s=5)).status == 200:
-                    return
-            except MlxZipError:  # the server does not listen yet
-                time.sleep(0.1)
-        raise MlxZipError(f"the server {' '.join(self.words)} does not answer after {START_S:.0f} s")
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        """The server's process."""
-        assert self._process is not None, "the server has not been started"
-        return self._process
-
-    def stop_with(self, by: signal.Signals) -> int:
-        """Sends the signal `by`; kills the process if it does not end in `END_S` seconds. Returns its exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(by)
-            try:
-                self.process.wait(END_S)
+                process.wait(END_S)
             except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(END_S)
-        return self.process.returncode
+                process.kill()
+                process.wait(END_S)
 
-    def last_line(self) -> str:
-        """Returns the last line that the server has printed."""
-        assert self._log is not None
-        self._log.seek(0)
-        lines = self._log.read().decode("utf-8", "replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "nothing printed")
+
+def wait_until_ready(process: subprocess.Popen[bytes], port: int, name: str, log: IO[bytes]) -> None:
+    """Waits until the server answers. Raises `MlxZipError` if it ends first or needs over `START_S` seconds."""
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise MlxZipError(f"{name} ended at once: {last_line(log)}")
+        try:
+            if send_request(port, "/health", timeout_s=5).status == 200:
+                return
+        except MlxZipError:  # the server does not listen yet
+            time.sleep(0.1)
+    raise MlxZipError(f"{name} does not answer after {START_S:.0f} s")
+
+
+def last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode("utf-8", "replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "nothing printed")
 
 
 def free_port() -> int:

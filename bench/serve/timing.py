@@ -1,4 +1,4 @@
-"""Times `mlx_zip serve` from raw sockets, and compares it with `generate` and with mlx-lm's server on the base model.
+"""Times `mlx_zip serve` over HTTP, and compares it with `generate` and with mlx-lm's server on the base model.
 
 Servers run as separate processes for the whole run. Each trial asks every server in every way, in changing order.
 """
@@ -6,10 +6,10 @@ Servers run as separate processes for the whole run. Each trial asks every serve
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import product
@@ -17,33 +17,34 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.engines.mlx_engines import MlxLm, wait_and_free_memory
 from mlx_zip.bench.engines.model_making import models_from_folders
 from mlx_zip.bench.engines.workloads import REQUESTS
-from mlx_zip.bench.recording import load_before_bench, print_header, print_record, run_in_turns, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, print_header, run_in_turns, summarize_samples
 from mlx_zip.bench.tables.performance import serving_table
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.models.loading import load
 from mlx_zip.named import resolve_model_name
 
 from .client import AskedServer, Reply, answered_tokens, chat_text, first_text_s, served_model_name
-from .server_process import ServerProcess, serve_command
+from .server_process import running_server, serve_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench serve`."""
     add = parser.add_argument
-    add("--model", default="stories", help="chat model to serve: folder, hub id or bundled model (default: stories)")
-    add("--base", default="stories-base", help="plain model to compare with (default: stories-base)")
-    add("--streams", type=int, default=8, metavar="N", help="number of requests at a time (default: 8)")
-    add("--max-tokens", type=int, default=256, help="maximum number of base tokens per answer (default: 256)")
-    add("--trials", type=int, default=5, help="number of timed runs of each way (default: 5)")
-    add("--prompt-words", type=int, default=900, help="words of the long prompts (default: 900)")
+    flag = default_flags(add)
+    flag("--model", "stories", "chat model to serve: folder, hub id or bundled model")
+    flag("--base", "stories-base", "plain model to compare with")
+    flag("--streams", 8, "number of requests at a time", metavar="N")
+    flag("--max-tokens", 256, "maximum number of base tokens per answer")
+    flag("--trials", 5, "number of timed runs of each way")
+    flag("--prompt-words", 900, "words of the long prompts")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measures and prints one JSON line. Raises `MlxZipError` if a flag or model cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measures and yields one record. Raises `MlxZipError` if a flag or model cannot be used."""
     check_flags_at_least(args, 1, "trials", "prompt_words")
     check_flags_at_least(args, 2, "streams", "max_tokens")
     load_before_bench()
@@ -52,18 +53,15 @@ def run(args: argparse.Namespace) -> int:
     print_header("serve", models.name, device, f"{args.streams} streams, trials: {args.trials} after 1 warm-up")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        servers = {
-            "zip": stack.enter_context(ServerProcess(serve_command(args.model, folder / "zip"))),
-            "base": stack.enter_context(ServerProcess(serve_command(args.base, folder / "base"))),
-            "mlx-lm": stack.enter_context(
-                ServerProcess(["mlx_lm", "server", "--model", str(resolve_model_name(args.base))])
-            ),
+        commands = {
+            "zip": serve_command(args.model, folder / "zip"),
+            "base": serve_command(args.base, folder / "base"),
+            "mlx-lm": ["mlx_lm", "server", "--model", str(resolve_model_name(args.base))],
         }
+        ports = {name: stack.enter_context(running_server(words)) for name, words in commands.items()}
         asked = {
-            name: AskedServer(
-                server.port, "default_model" if name == "mlx-lm" else asyncio.run(served_model_name(server.port))
-            )
-            for name, server in servers.items()
+            name: AskedServer(port, "default_model" if name == "mlx-lm" else served_model_name(port))
+            for name, port in ports.items()
         }
         figures = {
             "one_stream": measure_one_stream(asked["zip"], *load(args.model), args),
@@ -77,9 +75,8 @@ def run(args: argparse.Namespace) -> int:
         "figures": figures,
         "device": device,
     }
-    print_record(record)
+    yield record
     print(serving_table(record), file=sys.stderr)
-    return 0
 
 
 # ---- one stream
@@ -94,7 +91,7 @@ def measure_one_stream(asked: AskedServer, model: Any, tokenizer: Any, args: arg
 
     def ask(trial: int) -> Reply:
         wait_and_free_memory()
-        return asyncio.run(asked.answer(request_of_trial(trial), args.max_tokens))
+        return asked.answer(request_of_trial(trial), args.max_tokens)
 
     def generate_here(trial: int) -> float:
         wait_and_free_memory()
@@ -138,7 +135,7 @@ def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namesp
         """Returns base tokens/s and the unfairness."""
         wait_and_free_memory()
         texts = [request_of_trial(trial * args.streams + i) for i in range(args.streams)]
-        replies, seconds = asyncio.run(ask_all(asked[name], texts, args.max_tokens, way == "streams"))
+        replies, seconds = ask_all(asked[name], texts, args.max_tokens, way == "streams")
         return sum(answered_tokens(reply) for reply in replies) / seconds, unfairness_ratio(replies)
 
     pairs = product(asked, ("one_stream", "streams"))
@@ -155,14 +152,10 @@ def measure_many_streams(asked: Mapping[str, AskedServer], args: argparse.Namesp
     return found
 
 
-async def ask_all(
-    asked: AskedServer, texts: Sequence[str], max_tokens: int, together: bool
-) -> tuple[list[Reply], float]:
+def ask_all(asked: AskedServer, texts: Sequence[str], max_tokens: int, together: bool) -> tuple[list[Reply], float]:
     begun = time.perf_counter()
-    if together:
-        replies = list(await asyncio.gather(*(asked.answer(text, max_tokens) for text in texts)))
-    else:
-        replies = [await asked.answer(text, max_tokens) for text in texts]
+    with ThreadPoolExecutor(len(texts) if together else 1) as pool:
+        replies = list(pool.map(lambda text: asked.answer(text, max_tokens), texts))
     return replies, time.perf_counter() - begun
 
 
@@ -184,7 +177,7 @@ def measure_two_prompts(asked: AskedServer, args: argparse.Namespace) -> dict[st
 
     def run(prompts: Sequence[int], trial: int) -> float:
         texts = [long_prompt(args.prompt_words, 3 * trial + i) for i in prompts]
-        return max(map(first_text_s, asyncio.run(ask_all(asked, texts, 4, True))[0]))
+        return max(map(first_text_s, ask_all(asked, texts, 4, True)[0]))
 
     found = run_in_turns({"alone": partial(run, [0]), "together": partial(run, [1, 2])}, args.trials, "Two prompts")
     ratios = [b / a for a, b in zip(found["alone"], found["together"], strict=True)]

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.engines.interface import Run
 from mlx_zip.bench.engines.mlx_engines import MlxLm, MlxZip
 from mlx_zip.bench.engines.shape_table import Models
@@ -33,7 +33,7 @@ from mlx_zip.bench.generation.generate import (
     prepare_models_and_workloads,
     record_model_section,
 )
-from mlx_zip.bench.recording import load_before_bench, print_header, print_record
+from mlx_zip.bench.recording import load_before_bench, print_header
 from mlx_zip.bench.records import table
 from mlx_zip.device import default_device_is_gpu
 from mlx_zip.progress import ProgressBar
@@ -49,31 +49,32 @@ CLOCKS = ("host_us", "cpu_us", "apart_us")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench profile`."""
     add = parser.add_argument
-    add(
+    flag = default_flags(add)
+    flag(
         "--mode",
+        "replay",
+        "what engines write. replay: the text's own continuation; free: greedy decoding",
         choices=("replay", "free"),
-        default="replay",
-        help="what engines write. replay: the text's own continuation; free: greedy decoding (default: replay)",
     )
-    add("--trials", type=int, default=5, help="number of timed runs in each of the four ways to run (default: 5)")
-    add(
+    flag("--trials", 5, "number of timed runs in each of the four ways to run")
+    flag(
         "--rows",
+        "warm",
+        "hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none",
         choices=("warm", "cold"),
-        default="warm",
-        help="hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none (default: warm)",
     )
-    add(
+    flag(
         "--ahead",
+        "auto",
+        "whether a step's body begins before the host has read the step's id. auto: on a GPU",
         choices=tuple(AHEAD),
-        default="auto",
-        help="whether a step's body begins before the host has read the step's id. auto: on a GPU (default: auto)",
     )
     add_model_arguments(parser)
     add_text_arguments(parser, SIZES)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per text and size, and a table of the step's parts on standard error.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per text and size, and prints a table of the step's parts on standard error.
 
     Raises `MlxZipError` if the flags, models or texts cannot be used.
     """
@@ -88,9 +89,8 @@ def run(args: argparse.Namespace) -> int:
         for workload in workloads:
             record = profiler.measure(workload, count)
             count.clear()
-            print_record(record)
+            yield record
             count.say(step_parts_table(record))
-    return 0
 
 
 class StepTimes:

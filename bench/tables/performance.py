@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from mlx_zip.bench.generation.ratios import Ratio, figure_ratio, median_with_interval, paired_ratio
@@ -23,6 +24,7 @@ REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
 STORIES = "stories-chat"  # bundled model, conversations of three stories, cold and warm rows
 PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
 TURNS = ("first", "second", "third")
+SPEEDS = ("steps_per_s", "base_tokens_per_s")
 # name of a row -> part of `bench profile`
 HOST_PARTS = {"codec": "codec", "rows, host": "rows", "embedding": "embedding", "head": "head"}
 OPERATIONS = {  # operation in a `bench codec` record: its name in the table
@@ -62,41 +64,26 @@ def step_ratio_table(records: Records) -> str:
     return table(["", "record", "a step over mlx-lm's", "preloaded; BLAS"], rows)
 
 
+def ratio_cells(pair: tuple[Record, Record], *figures: str) -> list[str]:
+    return [str(figure_ratio(pair, name)) for name in figures]
+
+
 def request_ratio_table(records: Records) -> str:
     rows = []
     for text, file in REQUESTS.items():
         pair = records.engine_pair(file)
-        found = (figure_ratio(pair, name) for name in ("steps_per_s", "base_tokens_per_s", "ttft_ms"))
-        rows.append(
-            [
-                text,
-                f"`{file}`",
-                f"{median_base_tokens_per_step(pair[1]):.2f}",
-                *map(str, found),
-                libraries_cell(pair[1]),
-            ]
-        )
-    header = [
-        "text",
-        "record",
-        "base tokens per step",
-        "steps/s",
-        "base tokens/s",
-        "time to first id",
-        "preloaded; BLAS",
-    ]
-    return table(header, rows)
+        per_step, ratios = median_base_tokens_per_step(pair[1]), ratio_cells(pair, *SPEEDS, "ttft_ms")
+        rows.append([text, f"`{file}`", f"{per_step:.2f}", *ratios, libraries_cell(pair[1])])
+    heads = ["text", "record", "base tokens per step", "steps/s", "base tokens/s", "time to first id"]
+    return table([*heads, "preloaded; BLAS"], rows)
 
 
 def stories_table(records: Records) -> str:
     rows = []
-    for turn, name in enumerate(TURNS):
-        for state in ("cold", "warm"):
-            pair = records.engine_pair(STORIES, turn=turn, rows=state)
-            found = (
-                figure_ratio(pair, figure) for figure in ("steps_per_s", "base_tokens_per_s", "bytes_per_s", "ttft_ms")
-            )
-            rows.append([name, state, f"{pooled_base_tokens_per_step(pair[1]):.2f}", *map(str, found)])
+    for (turn, name), state in product(enumerate(TURNS), ("cold", "warm")):
+        pair = records.engine_pair(STORIES, turn=turn, rows=state)
+        ratios = ratio_cells(pair, *SPEEDS, "bytes_per_s", "ttft_ms")
+        rows.append([name, state, f"{pooled_base_tokens_per_step(pair[1]):.2f}", *ratios])
     heads = ["story", "rows", "base tokens per step", "steps/s", "base tokens/s", "bytes/s", "time to first id"]
     return table(heads, rows)
 
@@ -105,8 +92,7 @@ def published_package_table(records: Records) -> str:
     rows = []
     for precision, file in PUBLISHED.items():
         pair = records.engine_pair(file, "zip2zip")
-        found = (str(figure_ratio(pair, name)) for name in ("steps_per_s", "ttft_ms"))
-        rows.append([precision, f"`{file}`", *found, libraries_cell(pair[1])])
+        rows.append([precision, f"`{file}`", *ratio_cells(pair, "steps_per_s", "ttft_ms"), libraries_cell(pair[1])])
     return table(["weights", "record", "steps/s", "time to first id", "preloaded; BLAS"], rows)
 
 

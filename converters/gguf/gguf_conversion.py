@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import sys
 import warnings
 from collections import Counter
@@ -215,7 +216,7 @@ def _gguf_model_card(record: dict[str, Any]) -> str:
     licence = licence if licence and licence.isascii() and licence.isprintable() else None
     return (
         "---\nlibrary_name: mlx\npipeline_tag: text-generation\ntags:\n- mlx\n"
-        + (f"license: {licence}\n" if licence else "")
+        + (f"license: {json.dumps(licence)}\n" if licence else "")
         + f"---\n\n# {Path(record['path']).stem}\n\n"
         f"Made by `mlx_zip convert` {mlx_zip.__version__} from the GGUF file `{record['path']}`. The section\n"
         "`mlx_zip` of `config.json` has the file's hash and what it says of itself.\n\n"

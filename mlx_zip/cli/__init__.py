@@ -49,7 +49,7 @@ COMMANDS = {
     "rows": ("mlx_zip.cli.row_cache", "show or delete the hypertoken rows that --row-cache keeps on disk"),
     "cache-prompt": ("mlx_zip.cli.prompt_caching", "read a prompt once and save it, for generate and for servers"),
     "sessions": ("mlx_zip.cli.sessions", "show or delete the conversations that a server keeps on disk"),
-    "selftest": ("mlx_zip.selftest", "check this installation and measure its speed; writes a one-page report"),
+    "selftest": ("mlx_zip.cli.selftest", "check this installation and measure its speed; writes a one-page report"),
     "bench": ("mlx_zip.bench.__main__", "measure speed, memory and energy on this machine; one JSON line per result"),
 }
 INTERRUPTED = 130

@@ -10,11 +10,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.progress import ProgressBar
 
 Action = tuple[Callable[[argparse.ArgumentParser], None], str, Callable[[argparse.Namespace], Any]]
 TOKENIZER_HELP = (
@@ -51,11 +52,12 @@ def add_actions(parser: argparse.ArgumentParser, actions: Mapping[str, Action], 
 def print_action_result(args: argparse.Namespace, result: Any) -> int:
     """Prints the result of an action and returns the exit status.
 
-    result: (record to print with --json, lines to print without), or an exit status if the action printed its output.
+    result: a record, or (a record, lines to print instead unless --json is given), or an exit status if the action
+    printed its output.
     """
     if isinstance(result, int):
         return result
-    record, lines = result
+    record, lines = result if isinstance(result, tuple) else (result, format_record(result))
     if args.json:
         text = json.dumps(record, ensure_ascii=False)
         print(text.encode(errors="backslashreplace").decode())  # a path that is not UTF-8 has lone surrogates
@@ -64,9 +66,65 @@ def print_action_result(args: argparse.Namespace, result: Any) -> int:
     return 0
 
 
+def format_record(record: Mapping[str, Any]) -> list[str]:
+    """Returns a record as lines: figures by name, then each record in it, then each list of records as a table.
+
+    Values that are None are left out, and so are lists that are neither of records nor of texts. A mapping whose keys
+    are numbers is one figure.
+    """
+    inner = {name: one for name, one in record.items() if isinstance(one, Mapping) and all(map(_is_text, one))}
+    figures = {_in_words(name): _format_figure(one) for name, one in record.items() if name not in inner}
+    width = max(map(len, figures), default=0)
+    lines = [f"{name:{width}}  {figure}" for name, figure in figures.items() if figure]
+    for name, one in inner.items():
+        lines += ["", f"{_in_words(name)}:", *format_record(one)]
+    for rows in record.values():
+        if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
+            lines += ["", *_format_table(rows)]
+    return lines
+
+
+def _format_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns records with the same names as the lines of a table, the names first."""
+    cells = [list(map(_in_words, rows[0])), *(list(map(_format_cell, row.values())) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=False)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in cells]
+
+
+def _format_cell(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return repr(value) if isinstance(value, str) else _format_figure(value)
+
+
+def _format_figure(value: Any) -> str:
+    """Returns a number, a text, a list of texts or counts by number as it is shown, "" for anything else."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return f"{value:,.5g}" if isinstance(value, float) else f"{value:,}"
+    texts = [f"{key}: {one}" for key, one in value.items()] if isinstance(value, Mapping) else value
+    if isinstance(texts, list | tuple) and all(map(_is_text, texts)):
+        texts = ", ".join(texts)
+    return escape_unprintable(texts) if isinstance(texts, str) else ""
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _in_words(name: Any) -> str:
+    return escape_unprintable(str(name).replace("_", " "))
+
+
 def add_json_flag(add: Any) -> None:
     """Declares --json."""
     add("--json", action="store_true", help="print the result as one JSON object instead of text (default: off)")
+
+
+def add_tokenizer_flag(add: Any, purpose: str, end: str = "", required: bool = False) -> None:
+    """Declares --tokenizer. purpose, end: texts around the list of formats in the help."""
+    add("--tokenizer", required=required, metavar="NAME", help=f"{purpose}: {TOKENIZER_HELP}{end}")
 
 
 def add_data_flag(add: Any, purpose: str, end: str = "", **options: Any) -> None:
@@ -85,26 +143,25 @@ def add_show_flag(add: Any, listed: str, default: int = 20) -> None:
     add("--show", type=int, default=default, metavar="N", help=f"number of {listed} (default: {default})")
 
 
-def read_first_stage_tokenizer(name: str) -> Any:
-    """Returns the `first_stage.TokenizerFile` of the tokenizer `name`, a value of --tokenizer (see `TOKENIZER_HELP`).
+def read_texts(
+    files: Sequence[str],
+    separator: str | None = None,
+    limit_bytes: int | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Returns the texts in files, folders and data sets, [] for none; see `documents.read_corpus`."""
+    from mlx_zip.text.documents import read_corpus
 
-    A .json list of tokens in hex is read too. SentencePiece and BERT files are converted to a tokenizer.json. Raises
-    `DataError` if no tokenizer can be read from `name`.
-    """
-    from mlx_zip.named import resolve_model_name
-    from mlx_zip.text.formats import find_gpt2_merges, is_tokenizer_file, read_tokenizer_file
-    from mlx_zip.text.hub import is_hub_id
-    from mlx_zip.text.tokenizers import tokenizer_folder
-    from mlx_zip.vocab.first_stage import TokenizerFile, open_tokenizer_file
+    corpus = read_corpus(files, separator, limit_bytes, columns) if files else None
+    return [] if corpus is None else [document.text for document in corpus.documents]
 
-    path = resolve_model_name(name)
-    if is_hub_id(name) and not path.exists() and not is_tokenizer_file(path):
-        path = tokenizer_folder(name)
-    if path.is_dir() and not (path / "tokenizer.json").is_file():
-        path = find_gpt2_merges(path) or path
-    if path.is_file() and path.name.removesuffix(".gz").endswith((".model", "vocab.txt")):
-        return TokenizerFile(path, "tokenizer", read_tokenizer_file(path).to_str().encode())
-    return open_tokenizer_file(path)
+
+def iterate_with_progress(task: str, texts: Sequence[str]) -> Iterator[str]:
+    """Yields the texts and counts them in a progress bar. task: the bar's name."""
+    with ProgressBar(len(texts), "text", task) as count:
+        for text in texts:
+            yield text
+            count()
 
 
 def read_standard_input() -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.cli.actions import add_show_flag, read_standard_input
+from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.cli.actions import (
+    add_json_flag,
+    add_show_flag,
+    add_tokenizer_flag,
+    print_action_result,
+    read_standard_input,
+)
 from mlx_zip.errors import DataError, GenerationError
-from mlx_zip.files import read_json_object
 from mlx_zip.named import resolve_model_name
 
 if TYPE_CHECKING:
@@ -26,12 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
     add("file", metavar="FILE", help="UTF-8 text file to compress, or - for standard input")
-    add(
-        "--tokenizer",
-        required=True,
-        help="tokenizer of the text: tokenizer file, folder, hub id or bundled model; a converted model also gives the "
-        "default codec settings",
-    )
+    end = "; a converted model also gives the default codec settings"
+    add_tokenizer_flag(add, "tokenizer of the text", end, required=True)
     add(
         "--merge-size",
         type=int,
@@ -63,15 +64,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "converted model's)",
     )
     add_show_flag(add, "hypertokens to list, those that save the most ids first")
-    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add_json_flag(add)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compresses the text and prints what its hypertokens save; returns 0. Raises `MlxZipError`."""
-    if args.show < 0 or (args.window is not None and args.window < 1):
-        raise GenerationError("--show must be at least 0 and --window at least 1")
+    from mlx_zip.codec.params import MAX_CODEBOOK, MAX_MERGE
     from mlx_zip.text.vocabularies import read_vocabulary
 
+    check_flags_at_least(args, 0, "show")
+    check_flags_at_least(args, 1, "window")
+    check_flags_at_least(args, 1, "merge_size", below=MAX_MERGE + 1)
+    check_flags_at_least(args, 0, "codebook_size", below=MAX_CODEBOOK + 1)
     text = read_file_or_standard_input(args.file)
     try:
         vocabulary = read_vocabulary(args.tokenizer)
@@ -82,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if not len(ids):
         raise GenerationError(f"{args.file} has no tokens")
     record = _make_compression_record(vocabulary, params, text, ids, args)
-    print(json.dumps(record, ensure_ascii=False) if args.json else _format_compression_report(record))
-    return 0
+    return print_action_result(args, record)
 
 
 def read_file_or_standard_input(file: str) -> str:
@@ -94,7 +97,7 @@ def read_file_or_standard_input(file: str) -> str:
     try:
         text = read_standard_input() if file == "-" else Path(file).read_bytes().decode("utf-8")
     except OSError as error:
-        raise GenerationError(f"{file}: {error.strerror}") from error
+        raise GenerationError(f"{file or 'the empty path'}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise GenerationError(f"{file} is not valid UTF-8 at byte {error.start}") from error
     if not text:
@@ -102,12 +105,17 @@ def read_file_or_standard_input(file: str) -> str:
     return text
 
 
-def model_codec_params(name: str) -> Any:
-    """Returns the codec parameters of the converted or bundled model `name`, None if `name` is not such a model."""
+def model_codec_params(tokenizer: str) -> Any:
+    """Returns the codec parameters of the zip2zip model whose tokenizer was named, None for any other tokenizer."""
+    from mlx_zip.files import read_json_object
     from mlx_zip.models.model_folder import read_model_codec
+    from mlx_zip.text.tokenizers import tokenizer_folder
 
-    file = resolve_model_name(name) / "config.json"
-    return read_model_codec(read_json_object(file, raises=GenerationError, constants=True)) if file.is_file() else None
+    path = resolve_model_name(tokenizer)
+    if path.is_file() and path.name != "tokenizer.json":
+        return None
+    config = tokenizer_folder(tokenizer) / "config.json"
+    return read_model_codec(read_json_object(config, constants=True)) if config.is_file() else None
 
 
 def choose_codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> Any:
@@ -175,20 +183,3 @@ def _make_compression_record(
             for one in best
         ],
     }
-
-
-def _format_compression_report(record: dict[str, Any]) -> str:
-    """Returns the record of a compression as plain text."""
-    top = record["hypertokens"]
-    lines = [
-        f"{record['base_tokens']} base tokens -> {record['ids']} ids ({record['base_tokens_per_id']:.3f} per id), "
-        f"{record['hyper_share']:.1%} of them hypertokens",
-        f"{record['text_bytes']} bytes: {record['bytes_per_token_before']:.3f} per base token, "
-        f"{record['bytes_per_token_after']:.3f} per id",
-        f"{record['entries']} entries made (merge size {record['merge_size']}, codebook {record['codebook_size']}, "
-        f"{record['policy']})",
-    ]
-    if top:
-        lines += ["", f"{'saved':>7} {'uses':>7} {'length':>7}  text"]
-    lines += [f"{t['saved_ids']:>7} {t['uses']:>7} {len(t['base_ids']):>7}  {t['text']!r}" for t in top]
-    return "\n".join(lines)

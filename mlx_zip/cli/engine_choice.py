@@ -27,14 +27,11 @@ SMALL_MB = 32  # size of weights below which auto takes MLX: it has answered bef
 _ON_TORCH = {  # flags that are refused with PyTorch: reason, or what to do instead
     "adapter_path": "merge the adapter with mlx_zip convert",
     "max_kv_size": "its KV caches do not rotate",
-    "kv_bits": "its KV caches are not quantized",
-    "kv_group_size": "its KV caches are not quantized",
-    "quantized_kv_start": "its KV caches are not quantized",
+    **dict.fromkeys(("kv_bits", "kv_group_size", "quantized_kv_start"), "its KV caches are not quantized"),
     "draft_model": "only MLX has draft models",
     "draft_exact": "only MLX chooses near-ties again",
     "prompt_cache_file": "its prompt caches are not kept in files",
-    "row_cache": "its rows are kept in memory only",
-    "row_cache_bytes": "its rows are kept in memory only",
+    **dict.fromkeys(("row_cache", "row_cache_bytes"), "its rows are kept in memory only"),
     "keep_cache": "its turns are read anew",
 }
 _ON_VLLM = {  # flags that are refused with vLLM: reason, or what to do instead

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_zip.arguments import add_codebook_flags, add_limit_bytes_flag, add_separator_flag, add_trust_remote_code_flag
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.actions import add_data_flag, checked_output_path
-from mlx_zip.cli.generation_flags import SAMPLING_FLAGS, add_canonical_flag, add_sampling_flag
+from mlx_zip.cli.generation_flags import add_canonical_flag, add_sampling_flags
 from mlx_zip.errors import DataError
 
 
@@ -103,8 +103,7 @@ def _add_rate_flags(add: Any) -> None:
         help="continue each turn from the cache of the turn before, as in a chat (default: read earlier turns anew)",
     )
     add("--max-tokens", "-m", type=int, default=256, help="maximum base tokens to generate per reply (default: 256)")
-    for name in ("temp", "top_p"):
-        add_sampling_flag(add, name, *SAMPLING_FLAGS[name])
+    add_sampling_flags(add, ("temp", "top_p"))
     add("--stop", nargs="+", default=(), help="strings that end a turn (default: none)")
 
 

@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -18,13 +18,8 @@ from mlx_zip.cli import colours
 from mlx_zip.cli import engine_choice as engines
 from mlx_zip.cli import row_cache as rows
 from mlx_zip.cli.actions import read_standard_input
-from mlx_zip.cli.generation_flags import (
-    SAMPLING_FLAGS,
-    add_arguments,
-    check_kv_size,
-    check_model_flag,
-)
-from mlx_zip.cli.serving.opening import choose_request_pack, pack_options
+from mlx_zip.cli.generation_flags import add_arguments, check_kv_size, read_sampling_flags
+from mlx_zip.cli.serving.opening import pack_options
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.packs import chosen as chosen_packs
@@ -48,25 +43,30 @@ PASSED_FLAGS = (
 )
 
 
+_ROW_ORIGINS = ("encoded", "from_memory", "from_disk")  # counts of a `RowStore`
+
+
 def run(args: argparse.Namespace) -> int:
     """Generates a text and prints it; returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
-    check_model_flag(args)
     if args.model is None and args.prompt_cache_file is None:
         _default_to_bundled_model(args)
     biases = parse_json_map("--logit-bias", args.logit_bias)
     engines.check_engine_flags(args)
     group = engines.connect_machines_of_run(args)
-    _check_flags_on_several_machines(args, group)
+    if group is not None and args.prompt_cache_file is not None:
+        raise GenerationError("--prompt-cache-file: its KV cache is of a whole model, not of a share on each machine")
+    if group is not None and args.prompt == "-":
+        raise GenerationError("--prompt -: mlx.launch does not pass on the end of standard input; give the text itself")
     engines.choose_engine(args, args.model, group=group)
     prompt = read_prompt(args.prompt)
-    from mlx_zip.engine.sampling.options import parse_logit_bias
+    from mlx_zip.engine.sampling.options import Sampling, parse_logit_bias
 
-    sampling = {**{name: getattr(args, name) for name in SAMPLING_FLAGS}, "logit_bias": parse_logit_bias(biases)}
+    sampling = {**read_sampling_flags(args), "logit_bias": parse_logit_bias(biases)}
+    Sampling.from_options(sampling)  # refuses a bias out of range
     if engines.is_torch_engine(args):
         return _generate_on_torch(args, prompt, sampling)
 
-    from mlx_zip.cli.machine_watch import watch_machines
-    from mlx_zip.models.machines import lost_machines_as_errors, wait_for_machines
+    from mlx_zip.models.machines import lost_machines_as_errors, wait_for_machines, watch_machines
 
     with lost_machines_as_errors(), watch_machines(group):
         status = _generate_on_mlx(args, prompt, sampling, group)
@@ -127,12 +127,10 @@ def _generate_on_mlx(args: argparse.Namespace, prompt: str, sampling: dict[str, 
 def _generate_on_torch(args: argparse.Namespace, prompt: str, sampling: dict[str, Any]) -> int:
     """Generates a text on PyTorch and prints it; returns the exit status. sampling: fields of `Sampling`."""
     from mlx_zip.engine.responses import stream_answers
-    from mlx_zip.engine.sampling.options import Sampling
     from mlx_zip.models.model_folder import find_model_folder
     from mlx_zip.text.prompts import encode_prompt
     from mlx_zip.text.tokenizers import add_eos_tokens
 
-    Sampling.from_options(sampling)
     chosen, folder = chosen_packs.read_packs(args.pack), find_model_folder(args.model, args.revision)
     with engines.open_torch_engine(
         folder,
@@ -145,7 +143,7 @@ def _generate_on_torch(args: argparse.Namespace, prompt: str, sampling: dict[str
         sessions=None,
         **pack_options(chosen, args.codebook_size, args.model, args.revision),
     ) as engine:
-        pack, record = choose_request_pack(chosen, engine), {}
+        pack, record = chosen_packs.choose_request_pack(chosen, engine), {}
         add_eos_tokens(engine.tokenizer, args.extra_eos_token)
         base_ids = encode_prompt(engine.tokenizer, make_chat_prompt(engine.tokenizer, prompt, args))
         answers = stream_answers(engine, [base_ids], [sampling], pack, args.max_tokens, args.stop)
@@ -161,26 +159,6 @@ def _pack_fingerprint(chosen: Pack | None, folder: Path) -> str | None:
     if chosen is not None:
         return chosen.fingerprint
     return load_pack(folder / IN_FOLDER).fingerprint if (folder / IN_FOLDER).exists() else None
-
-
-@contextmanager
-def _open_first_machine_output(group: Any) -> Iterator[TextIO]:
-    """Context manager: yields standard output on the first machine of a run, the null device on the others."""
-    if group is None or group.rank() == 0:
-        yield sys.stdout
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        yield nowhere
-
-
-def _check_flags_on_several_machines(args: argparse.Namespace, group: Any) -> None:
-    """Raises `GenerationError` if a flag cannot be used in a run on several machines."""
-    if group is None:
-        return
-    if args.prompt_cache_file is not None:
-        raise GenerationError("--prompt-cache-file: its KV cache is of a whole model, not of a share on each machine")
-    if args.prompt == "-":
-        raise GenerationError("--prompt -: mlx.launch does not pass on the end of standard input; give the text itself")
 
 
 def _read_saved_cache(args: argparse.Namespace) -> Any:
@@ -229,7 +207,8 @@ def print_answer(
     """
     from mlx_zip.engine.responses import RULE, format_footer
 
-    with _open_first_machine_output(group) as out:
+    first = group is None or group.rank() == 0
+    with nullcontext(sys.stdout) if first else open(os.devnull, "w", encoding="utf-8") as out:
         framed = args.verbose and not args.json
         if framed and out.isatty():
             print(*opening_notes(args, model, bool(codebook)), sep="\n", file=sys.stderr)
@@ -243,7 +222,7 @@ def print_answer(
                 "finish_reason": "interrupted" if status or last is None else last.finish_reason,
                 **({} if last is None else last.figures()),
                 **codebook,
-                **_count_rows_by_origin(store),
+                **({} if store is None else {f"rows_{name}": getattr(store, name) for name in _ROW_ORIGINS}),
             }
             print(json.dumps(record, ensure_ascii=False), file=out)
             return status
@@ -270,12 +249,6 @@ def _print_text(args: argparse.Namespace, responses: Iterable[Any], out: TextIO)
     except KeyboardInterrupt:
         return text, response, 130
     return text, response, 0
-
-
-def _count_rows_by_origin(store: Any) -> dict[str, int]:
-    """Returns the number of hyper rows by origin: encoded, from memory, from disk; {} if `store` is None."""
-    names = () if store is None else ("encoded", "from_memory", "from_disk")
-    return {f"rows_{name}": getattr(store, name) for name in names}
 
 
 def read_prompt(prompt: str) -> str:

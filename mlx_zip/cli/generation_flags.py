@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
@@ -55,12 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of a hub model (default: main)")
     add_trust_remote_code_flag(add)
     add_adapter_flag(add)
-    add(
-        "--extra-eos-token",
-        nargs="+",
-        default=(),
-        help="tokens that end the text, in addition to the tokenizer's own (default: none)",
-    )
+    add_eos_flag(add)
     _add_prompt_flags(add)
     _add_sampling_flags(add)
     _add_template_flags(add)
@@ -93,8 +89,7 @@ def _add_sampling_flags(add: Any) -> None:
         help="maximum number of base tokens to generate (default: 100, or 400 if --model is not given)",
     )
     add("--stop", nargs="+", default=(), help="strings that end the text; they are not printed (default: none)")
-    for name, declared in SAMPLING_FLAGS.items():
-        add_sampling_flag(add, name, *declared)
+    add_sampling_flags(add)
     add(
         "--logit-bias",
         help='JSON map from at most 1000 base ids to numbers added to their logits, for example {"42": -5} '
@@ -109,11 +104,7 @@ def _add_template_flags(add: Any) -> None:
         action="store_true",
         help="give the prompt to the model as plain text, without the chat template",
     )
-    add(
-        "--use-default-chat-template",
-        action="store_true",
-        help="no effect; accepted because mlx_lm.generate has it (the model's own chat template is used)",
-    )
+    add_default_template_flag(add)
     add("--chat-template-config", help="JSON map of further arguments for the chat template (default: none)")
 
 
@@ -123,11 +114,8 @@ def _add_cache_flags(add: Any) -> None:
         "--prompt-cache-file",
         help="prompt cache to continue with the prompt, in the format of mlx_lm.cache_prompt (default: none)",
     )
-    add_codebook_flags(add)
     add_kv_size_flag(add)
-    add_kv_quantization_flags(add)
-    add_draft_flags(add)
-    row_cache.add_row_cache_flags(add)
+    add_engine_flags(add)
 
 
 def _add_output_flags(add: Any) -> None:
@@ -142,6 +130,14 @@ def _add_output_flags(add: Any) -> None:
     add("--json", action="store_true", help="print one JSON object with text and figures at the end, not the text")
 
 
+def add_engine_flags(add: Any) -> None:
+    """Declares the flags of codebooks, quantized KV caches, drafts and hyper rows."""
+    add_codebook_flags(add)
+    add_kv_quantization_flags(add)
+    _add_draft_flags(add)
+    row_cache.add_row_cache_flags(add)
+
+
 def add_adapter_flag(add: Any) -> None:
     """Declares --adapter-path."""
     add(
@@ -151,10 +147,40 @@ def add_adapter_flag(add: Any) -> None:
     )
 
 
-def add_sampling_flag(add: Any, name: str, kind: type, default: float | None, text: str) -> None:
-    """Declares the sampling flag `name`, a key of `SAMPLING_FLAGS`, with its type, default and help text."""
-    shown = f" (default: {default:g})" if default is not None else ""
-    add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
+def add_eos_flag(add: Any) -> None:
+    """Declares --extra-eos-token."""
+    add(
+        "--extra-eos-token",
+        nargs="+",
+        default=(),
+        help="tokens that end the text, in addition to the tokenizer's own (default: none)",
+    )
+
+
+def add_default_template_flag(add: Any) -> None:
+    """Declares --use-default-chat-template."""
+    add(
+        "--use-default-chat-template",
+        action="store_true",
+        help="no effect; accepted because mlx-lm has it (the model's own chat template is used)",
+    )
+
+
+def add_sampling_flags(add: Any, names: Iterable[str] = SAMPLING_FLAGS, note: str = "") -> None:
+    """Declares sampling flags. names: keys of `SAMPLING_FLAGS`. note: text after the purpose in each help."""
+    for name in names:
+        kind, default, text = SAMPLING_FLAGS[name]
+        shown = f" (default: {default:g})" if default is not None else ""
+        add("--" + name.replace("_", "-"), type=kind, default=default, help=text + note + shown)
+
+
+def read_sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the sampling flags in `args` by name. Raises `GenerationError` if one is out of range."""
+    from mlx_zip.engine.sampling.options import Sampling
+
+    found = {name: getattr(args, name) for name in SAMPLING_FLAGS if hasattr(args, name)}
+    Sampling.from_options(found)
+    return found
 
 
 def add_canonical_flag(add: Any, default: str = "as in the model's config.json") -> None:
@@ -205,7 +231,7 @@ def add_kv_quantization_flags(add: Any) -> None:
     )
 
 
-def add_draft_flags(add: Any) -> None:
+def _add_draft_flags(add: Any) -> None:
     """Declares the flags for drafts, next ids that are proposed for the model to check."""
     add(
         "--draft",
@@ -253,12 +279,6 @@ def check_kv_size(args: argparse.Namespace, model: str) -> None:
     """Raises `GenerationError` if --max-kv-size is given and the model has hypertokens. model: its name."""
     if args.max_kv_size is not None and not is_plain_model(model, getattr(args, "revision", None)):
         raise GenerationError(f"--max-kv-size cannot be used: {ROTATES}; a model without hypertokens can have one")
-
-
-def check_model_flag(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` if --model is empty."""
-    if args.model == "":
-        raise GenerationError("no model: --model is empty")
 
 
 class RefusedFlag(argparse.Action):

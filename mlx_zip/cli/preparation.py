@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_pack_flag, add_separator_flag, add_trust_remote_code_flag
-from mlx_zip.cli.actions import DATA_HELP, TOKENIZER_HELP
+from mlx_zip.cli.actions import DATA_HELP, add_tokenizer_flag
 from mlx_zip.errors import DataError
 from mlx_zip.files import expand_home
 from mlx_zip.progress import pluralize
@@ -81,7 +81,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         help="model folder, bundled model or hub id; gives the tokenizer and, if it is a zip2zip model, the codec",
     )
-    add("--tokenizer", help=f"tokenizer to use instead of --model: {TOKENIZER_HELP}")
+    add_tokenizer_flag(add, "tokenizer to use instead of --model")
     add_text_flags(parser)
 
 
@@ -102,6 +102,18 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         "paper's mixture",
     )
     add_separator_flag(add)
+    add_columns_flag(add)
+    add(
+        "--subset",
+        nargs="+",
+        default=[],
+        help="subsets of a data set to read, one row of each in turn (default: its default subset)",
+    )
+    add("--split", help="split of a data set to read (default: train)")
+
+
+def add_columns_flag(add: Any) -> None:
+    """Declares --columns, whose values `parse_columns` reads."""
     add(
         "--columns",
         nargs="+",
@@ -110,13 +122,6 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         help="columns whose names differ from those of the fields text, messages, prompt, completion and tools: "
         "text=content reads the text from the column content (default: each column has its field's name)",
     )
-    add(
-        "--subset",
-        nargs="+",
-        default=[],
-        help="subsets of a data set to read, one row of each in turn (default: its default subset)",
-    )
-    add("--split", help="split of a data set to read (default: train)")
 
 
 def add_codec_flags(parser: argparse.ArgumentParser) -> None:
@@ -148,28 +153,30 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints a summary. Returns the exit status 0. Raises `MlxZipError`."""
-    from mlx_zip.training.prepare.plan import PrepareOptions
     from mlx_zip.training.prepare.preparation import prepare_data
 
     if not args.out:
         raise DataError("--out is empty: name the folder to write")
-    options: dict[str, Any] = {one.name: getattr(args, one.name, None) for one in fields(PrepareOptions)}
-    options |= {
-        "sources": make_sources(args),
-        "out": expand_home(args.out),
-        "disable": parse_disabled_ids(args),
-        "protect": tuple(args.protect),
-        "pack": _single_pack_path(args.pack),
-    }
+    if args.pack is not None and len(args.pack) > 1:
+        raise DataError("prepare takes one --pack: merge several first with `mlx_zip vocab pack merge`")
+    pack = None if args.pack is None else Path(args.pack[0])
+    options = make_prepare_options(args, out=expand_home(args.out), pack=pack)
     workers = args.workers if args.workers is not None else min(_MOST_WORKERS, os.cpu_count() or 1)
-    print(format_prepared_summary(args.out, prepare_data(PrepareOptions(**options), workers, progress=True)))
+    print(format_prepared_summary(args.out, prepare_data(options, workers, progress=True)))
     return 0
 
 
-def _single_pack_path(files: list[str] | None) -> Path | None:
-    if files is not None and len(files) > 1:
-        raise DataError("prepare takes one --pack: merge several first with `mlx_zip vocab pack merge`")
-    return None if files is None else Path(files[0])
+def make_prepare_options(args: argparse.Namespace, **changed: Any) -> Any:
+    """Returns the flags in `args` as `PrepareOptions`; `changed` takes precedence. Raises `DataError`."""
+    from mlx_zip.training.prepare.plan import PrepareOptions
+
+    options = {one.name: getattr(args, one.name) for one in fields(PrepareOptions) if hasattr(args, one.name)}
+    options |= {
+        "sources": make_sources(args),
+        "disable": _parse_disabled_ids(getattr(args, "disable", None)),
+        "protect": tuple(getattr(args, "protect", ())),
+    }
+    return PrepareOptions(**options | changed)
 
 
 def make_sources(args: argparse.Namespace) -> tuple[Any, ...]:
@@ -222,9 +229,9 @@ def parse_columns(given: Sequence[str]) -> dict[str, str]:
     return columns
 
 
-def parse_disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """Returns the ids of --disable, None without the flag. Raises `DataError` if its value is not a list of ids."""
-    if (text := args.disable) is None:
+def _parse_disabled_ids(text: str | None) -> tuple[int, ...] | None:
+    """Returns the ids in a value of --disable, None for None. Raises `DataError` if the value is not a list of ids."""
+    if text is None:
         return None
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) < 12 for part in parts):

@@ -11,7 +11,7 @@ from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
 from mlx_zip.cli import row_cache
 from mlx_zip.cli.engine_choice import ENGINE_NAMES, MLX, is_torch_engine
 from mlx_zip.cli.generation import read_prompt
-from mlx_zip.cli.generation_flags import add_kv_quantization_flags, add_kv_size_flag, check_kv_size, check_model_flag
+from mlx_zip.cli.generation_flags import add_kv_quantization_flags, add_kv_size_flag, check_kv_size
 from mlx_zip.device import set_device_from_environment
 from mlx_zip.errors import GenerationError
 from mlx_zip.files import check_writable, expand_home
@@ -48,11 +48,10 @@ def run(args: argparse.Namespace) -> int:
         raise GenerationError(f"--engine {args.engine} cannot be used: {NO_FILES}")
     if args.engine != MLX:  # auto: only MLX writes such files, and its device has not been chosen yet
         set_device_from_environment()
-    check_model_flag(args)
     file = expand_home(args.prompt_cache_file)
     check_writable(file)
     prompt, chosen = read_prompt(args.prompt), read_packs(args.pack)
-    name = args.model or str(named.bundled_model_folder(named.DEFAULT))
+    name = str(named.bundled_model_folder(named.DEFAULT)) if args.model is None else args.model
     check_kv_size(args, name)
 
     import mlx.core as mx

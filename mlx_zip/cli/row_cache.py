@@ -47,16 +47,12 @@ def run(args: argparse.Namespace) -> int:
         raise GenerationError(f"no folder: give the DIR of --row-cache, or set {ENVIRONMENT}")
     with errors_as(GenerationError, str(folder), OSError):
         if args.action == "purge":
-            count, size = purge_row_folder(folder)
-            print(f"removed: {_format_count_and_size(count, size)}")
+            (count, size), done = purge_row_folder(folder), "removed: "
         else:
-            files = list_row_files(folder)
-            print(_format_count_and_size(len(files), sum_disk_usage(files)))
+            files, done = list_row_files(folder), ""
+            count, size = len(files), sum_disk_usage(files)
+    print(f"{done}{pluralize(count, 'file')}, {size} bytes")
     return 0
-
-
-def _format_count_and_size(count: int, size: int) -> str:
-    return f"{pluralize(count, 'file')}, {size} bytes"
 
 
 def add_row_cache_flags(add: Any) -> None:

@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +150,10 @@ def run(args: argparse.Namespace) -> int:
     """Trains the model. Returns 0, or 129, 130 or 143 if a signal ended the run, whose last step is then saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
     values = _merge_file_and_flags(_read_train_config(args.config), given)
-    options, settings = (
-        _make_run_options(values),
-        TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values}),
-    )
+    options = _make_run_options(values)
+    settings = TrainSettings.from_dict({name: values[name] for name in _SETTINGS if name in values})
     if values.get("plot"):
-        from mlx_zip.training.run_metrics import load_matplotlib
+        from mlx_zip.training.run_folder import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
     from mlx_zip.models.machines import is_first_machine
@@ -164,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
 
     outcome = train(options, settings)
     if values.get("plot") and is_first_machine():
-        from mlx_zip.training.run_metrics import plot_training_curves
+        from mlx_zip.training.run_folder import plot_training_curves
 
         plot_training_curves(options.out)
     if outcome.stopped_by is not None:
@@ -188,19 +186,12 @@ def _make_run_options(values: dict[str, Any]) -> RunOptions:
         if not values.get(name):
             raise TrainingError(f"--{name} is missing")
     encoder = {name: values[named] for name, named in ENCODER_FLAGS.items() if values.get(named) is not None}
-    direct = {one.name for one in fields(RunOptions)} - {"encoder", "scratch"}
-    chosen: dict[str, Any] = {name: values[name] for name in direct if name in values}
-    chosen |= {
-        "data": _folder_paths(values["data"]),
-        "valid": _folder_paths(values.get("valid") or []),
-        "out": expand_home(values["out"]),
-    }
-    chosen |= {"init_from": _optional_path(values.get("init_from"))}
-    chosen |= {
-        "scratch": _optional_path(values.get("from_scratch")),
-        "tokenizer": _optional_path(values.get("tokenizer")),
-    }
-    return RunOptions(**chosen, encoder=EncoderOptions(**encoder))
+    chosen: dict[str, Any] = {one.name: values[one.name] for one in fields(RunOptions) if one.name in values}
+    chosen |= {name: _folder_paths(values.get(name) or []) for name in _FOLDERS}
+    paths = {"out": "out", "init_from": "init_from", "scratch": "from_scratch", "tokenizer": "tokenizer"}
+    chosen |= {name: expand_home(values[flag]) for name, flag in paths.items() if values.get(flag) is not None}
+    chosen["encoder"] = EncoderOptions(**encoder)
+    return RunOptions(**chosen)
 
 
 def report_stop(step: int, number: int) -> int:
@@ -252,10 +243,6 @@ def _folder_paths(value: str | list[str]) -> list[Path]:
     return [expand_home(one) for one in ([value] if isinstance(value, str) else value)]
 
 
-def _optional_path(value: str | None) -> Path | None:
-    return None if value is None else expand_home(value)
-
-
 def flag_name(name: str) -> str:
     """Returns the flag of a setting, for example `--save-every` for `save_every`."""
     return f"--{name.replace('_', '-')}"
@@ -269,22 +256,23 @@ def _add_setting_flags(
     add: a parser's `add_argument`. names: field name -> flag name, where the two differ.
     """
     for one in fields(cls):
-        name, kind = (names or {}).get(one.name, one.name), str(one.type)
-        if kind == "bool":
-            add(flag_name(name), action="store_true", default=None, help=setting_help_text(one))
-        else:
-            add(flag_name(name), type=_TYPES[kind], choices=one.metadata["choices"], help=setting_help_text(one))
+        _add_setting_flag(add, (names or {}).get(one.name, one.name), one, None, setting_help_text(one))
 
 
-def add_training_flags(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str] | None = None) -> None:
+def add_training_flags(add: Any, defaults: Mapping[str, Any]) -> None:
     """Declares the training settings in `defaults` as flags, for a command with defaults of its own.
 
-    add: a parser's `add_argument`. defaults: setting -> default. purposes: setting -> help text that replaces the
-    setting's own.
+    add: a parser's `add_argument`. defaults: setting -> default, or (default, help text in place of the setting's own).
     """
     known = {one.name: one for one in fields(TrainSettings)}
-    for name, default in defaults.items():
-        one = known[name]
-        text = (purposes or {}).get(name)
-        shown = setting_help_text(one, default) if text is None else f"{text} (default: {default})"
-        add(flag_name(name), type=_TYPES[str(one.type)], choices=one.metadata["choices"], default=default, help=shown)
+    for name, given in defaults.items():
+        default, text = given if isinstance(given, tuple) else (given, None)
+        shown = setting_help_text(known[name], default) if text is None else f"{text} (default: {default})"
+        _add_setting_flag(add, name, known[name], default, shown)
+
+
+def _add_setting_flag(add: Any, name: str, one: Field[Any], default: Any, text: str) -> None:
+    if one.type == "bool":
+        add(flag_name(name), action="store_true", default=default, help=text)
+    else:
+        add(flag_name(name), type=_TYPES[str(one.type)], choices=one.metadata["choices"], default=default, help=text)

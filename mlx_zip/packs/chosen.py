@@ -61,6 +61,30 @@ def check_pack_fits(pack: Pack, model: Any, tokenizer: Any) -> None:
         check_pack_fits_codec(pack, model.config)
 
 
+def choose_request_pack(chosen: Pack | None, engine: Any) -> Pack | None:
+    """Returns the pack for an engine's requests: `chosen`, or None if codebooks begin with the loaded model's pack.
+
+    chosen: the packs of --pack, or None. Raises `MlxZipError` if the packs do not fit the model.
+    """
+    if chosen is None:
+        return None
+    chosen.check_made_for(engine.tokenizer)
+    if chosen.rows is not None:
+        return None
+    name = pack_flag_with_files(chosen)
+    if not engine.info.codebook_size:
+        raise GenerationError(
+            f"{name}: this model has no hypertokens, so nothing could use it; give a pack that was tuned for the model "
+            "(mlx_zip vocab pack tune)"
+        )
+    check_pack_fits_slots(chosen, engine.info.codebook_size)
+    try:
+        engine.check_pack(chosen)
+    except GenerationError as error:
+        raise GenerationError(f"{name} does not fit the model: {error.__cause__ or error}") from error
+    return chosen
+
+
 def pack_flag_with_files(pack: Pack) -> str:
     """Returns --pack with the names of the pack's files, for messages."""
     return f"--pack {' '.join(pack.by_name)}"

@@ -90,7 +90,7 @@ def read_corpus(
             cut = True
             break
     if not documents:
-        raise DataError(f"{', '.join(names)}: no text to evaluate")
+        raise DataError(f"{', '.join(names)}: no text to read")
     return Corpus(names, tuple(documents), empty, cut)
 
 
@@ -115,5 +115,7 @@ def _text_or_raise(record: Record | Skipped) -> str:
             return ""
         raise DataError(f"{record.where}: {record.reason}")
     if record.text is None:
-        raise DataError(f"{record.where}: a conversation has no text of its own; use its messages with --prompts")
+        raise DataError(
+            f"{record.where}: a conversation has no text of its own: only evaluate --prompts reads its messages"
+        )
     return (record.prompt or "") + record.text

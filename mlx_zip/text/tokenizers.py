@@ -25,6 +25,7 @@ from mlx_zip.text.formats import (
     well_known_special_tokens,
 )
 from mlx_zip.vocab.adaptbpe.tokenizer_json import make_tokenizer_exact_in_folder
+from mlx_zip.vocab.first_stage import TokenizerFile, open_tokenizer_file
 
 _SETTINGS = ("tokenizer.json", "tokenizer_config.json", "config.json")  # a folder for transformers has one of these
 
@@ -90,6 +91,22 @@ def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
         )
     patterns = (*hub.TOKENIZER, *(hub.CODE if trust_remote_code else ()))
     return hub.download_files(str(name), patterns, error=DataError)
+
+
+def read_first_stage_tokenizer(name: str) -> TokenizerFile:
+    """Returns the file of a tokenizer, given a folder, a file, a bundled model's name or a hub id.
+
+    A .json list of tokens in hex is read too. SentencePiece and BERT files are converted to a tokenizer.json. Raises
+    `DataError` if no tokenizer can be read from `name`.
+    """
+    path = resolve_model_name(name)
+    if hub.is_hub_id(name) and not path.exists() and not is_tokenizer_file(path):
+        path = tokenizer_folder(name)
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        path = find_gpt2_merges(path) or path
+    if path.is_file() and path.name.removesuffix(".gz").endswith((".model", "vocab.txt")):
+        return TokenizerFile(path, "tokenizer", read_tokenizer_file(path).to_str().encode())
+    return open_tokenizer_file(path)
 
 
 def _standalone_tokenizer_file(path: Path) -> Path | None:

@@ -25,12 +25,12 @@ from mlx_zip.engine.sampling.canonical import MAX_EXCLUDED_SHARE
 from mlx_zip.errors import ModelError, TrainingError, errors_as
 from mlx_zip.files import expand_home
 from mlx_zip.models.draft_head import DEPTH, DraftHead, HeadedModel, save_draft_head
-from mlx_zip.models.model_folder import DRAFT_HEAD
+from mlx_zip.models.model_folder import DRAFT_HEAD, is_plain_model
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import Pack, pack_in_folder
-from mlx_zip.training.pack_tuning import dequantize_all_weights
 from mlx_zip.training.prepare.shards import can_have_entries
 from mlx_zip.training.settings import ADAPTER, RunOptions, TrainSettings
+from mlx_zip.training.starting_model import dequantize_all_weights
 from mlx_zip.training.steps.batches import Batch
 from mlx_zip.training.steps.forward_pass import encode_hyper_rows, run_forward_pass
 from mlx_zip.training.steps.objective import CLOSED_LOGIT, LossWeights, Trainee, separate_pack
@@ -56,8 +56,8 @@ class _Taught:
 class HeadTrainee(Trainee):
     """A frozen model and the draft head that is trained. The loss is not a text's likelihood.
 
-    size: width inside the head. depth: number of guesses in a row. pack: the pack with tuned rows that samples begin
-    with, or None. Raises `ModelError` if the model cannot have a head.
+    size: width inside the head. depth: number of guesses in a row. pack: the pack that samples begin with, or None; its
+    tuned rows, if any, replace the hyper-encoder's. Raises `ModelError` if the model cannot have a head.
     """
 
     loss_is_of_text = False
@@ -65,7 +65,7 @@ class HeadTrainee(Trainee):
     def __init__(self, model: Any, size: int, depth: int = DEPTH, pack: Pack | None = None) -> None:
         super().__init__(model, LossWeights())
         model.freeze()
-        self._headed, self._depth, self._pack = HeadedModel(model), depth, pack
+        self._headed, self._depth, self._tuned = HeadedModel(model), depth, None if pack is None else pack.rows
         self._headed.check_logits()
         self.draft_head = DraftHead(self._headed.width, size)
 
@@ -75,10 +75,10 @@ class HeadTrainee(Trainee):
         return self._headed.rows
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        """Returns the batch with the pack's entries separated from the other entries, see `separate_pack`."""
-        if self._pack is None:
+        """Returns the batch with entries that have tuned rows separated from the others, see `separate_pack`."""
+        if self._tuned is None:
             return batch
-        pack = len(self._pack.entries)
+        pack = len(self._tuned.output)
         return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, pack, batch.padding))
 
     def losses(self, arrays: Arrays, long: bool = False) -> Arrays:
@@ -128,8 +128,8 @@ class HeadTrainee(Trainee):
         if not isinstance(self.model, Model):
             return self.model.model(arrays["inputs"]), None
         encoded = encode_hyper_rows(self.model, arrays)
-        if self._pack is not None and self._pack.rows is not None:
-            own = [mx.array(rows.astype(np.float32)) for rows in (self._pack.rows.input, self._pack.rows.output)]
+        if self._tuned is not None:
+            own = [mx.array(rows.astype(np.float32)) for rows in (self._tuned.input, self._tuned.output)]
             encoded = mx.concatenate([own[0], encoded[0]]), mx.concatenate([own[1], encoded[1]])
         h = run_forward_pass(self.model, arrays, encoded, long).hidden
         return h, encoded[1][arrays["slots"]].astype(h.dtype)
@@ -184,31 +184,26 @@ def check_head_options(options: RunOptions, settings: TrainSettings) -> None:
         raise TrainingError(f"--draft-head goes without {found}")
 
 
-def check_head_data_fits(plain: bool, params: CodecParams) -> None:
-    """Raises `TrainingError` if the data have a codebook but the model is plain. plain: whether the model is plain."""
-    if plain and can_have_entries(params):
+def check_head_data_fits(folder: Path, params: CodecParams) -> None:
+    """Raises `TrainingError` if the data have a codebook but the model in `folder` is plain."""
+    if can_have_entries(params) and is_plain_model(str(folder)):
         raise TrainingError(
             "--draft-head: the data were prepared with a codebook and the model has none; prepare them with "
             "--codebook-size 0 --merge-size 1"
         )
 
 
-def freeze_model(model: Any, settings: TrainSettings) -> Any:
-    """Returns the model with all weights frozen, and dequantized on the CPU, where quantized weights are slow."""
+def make_head_trainee(model: Any, folder: Path, params: CodecParams, settings: TrainSettings) -> HeadTrainee:
+    """Returns the model, with all weights frozen, and a new draft head.
+
+    On the CPU, where quantized weights are slow, the weights are dequantized. folder: the model's folder. params: the
+    data's codec. If samples begin with the entries of the pack in `folder`, the pack's tuned rows are used. Raises
+    `TrainingError` if the model cannot have a head, and `DataError` if the pack cannot be read.
+    """
     if mx.default_device() == mx.cpu:
         model = dequantize_all_weights(model, settings.dtype)
     elif settings.dtype == "float32":
         model.set_dtype(mx.float32)
-    model.freeze()
-    return model
-
-
-def make_head_trainee(model: Any, folder: Path, params: CodecParams, settings: TrainSettings) -> HeadTrainee:
-    """Returns the frozen model with a new draft head. folder: the model's folder. params: the data's codec.
-
-    If samples begin with the entries of the pack in `folder`, the pack's tuned rows are used. Raises `TrainingError` if
-    the model cannot have a head, and `DataError` if the pack cannot be read.
-    """
     pack: Pack | None = None
     if isinstance(model, Model) and params.start:
         pack = pack_in_folder(folder, model.config.start)

@@ -23,8 +23,7 @@ from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.progress import pluralize
 from mlx_zip.training.prepare.text_windows import CompressedTexts
-from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
-from mlx_zip.training.run_metrics import MetricsLog, read_metrics
+from mlx_zip.training.run_folder import MetricsLog, open_run_folder, read_metrics
 from mlx_zip.training.run_summary import run_header_lines
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.starting_model import make_starting_model
@@ -66,19 +65,6 @@ def load_model_to_tune(name: str, params: CodecParams, position_mode: str, trust
     return model
 
 
-def dequantize_all_weights(model: Model, dtype: str = "float32") -> Model:
-    """Returns the model with all quantized weights dequantized, including the hyper-encoders.
-
-    dtype: dtype in which the model will compute: "float32" or "bfloat16".
-    """
-    from mlx_lm.utils import dequantize_model
-
-    if dtype == "float32":
-        model.set_dtype(mx.float32)  # before dequantizing: 16-bit scales would give weights rounded to 16 bits
-    made: Any = dequantize_model(model)
-    return made
-
-
 def tune_pack(
     pack: Pack,
     model: Model,
@@ -110,8 +96,7 @@ def tune_pack(
     rows = _initial_pack_rows(pack, model, name, params)
     record = _make_tuning_record(pack, name, data, valid, settings)
     mark = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    open_run_folder(run, record, mark, "--run")
-    with lock_run_folder(run, "--run"):
+    with open_run_folder(run, record, mark, "--run"):
         trainee = PackTrainee(model, *rows)
         first = trainee.trainable_parameters()
         trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)

@@ -36,11 +36,10 @@ from mlx_zip.models.patches.patch_model import (
 )
 from mlx_zip.progress import pluralize
 from mlx_zip.training.checkpoints import Progress, load_last_checkpoint, save_checkpoint
-from mlx_zip.training.loop import StopAsked, TrainingStopped, catch_stop_signals, train_to_step
-from mlx_zip.training.run_folder import lock_run_folder, open_run_folder
-from mlx_zip.training.run_metrics import MetricsLog
+from mlx_zip.training.run_folder import MetricsLog, open_run_folder
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
 from mlx_zip.training.steps.stepper import clip_gradients, last_learning_rate, make_optimizer
+from mlx_zip.training.trainer import StopAsked, TrainingStopped, catch_stop_signals, train_to_step
 from mlx_zip.vocab.hbpe.measures import (
     FIT_LATENT,
     FIT_LOCAL,
@@ -322,8 +321,8 @@ def fit_patch_model(
     model = PatchModel(PatchConfig(merges.symbols, merges.patch_size, options.latent, options.local))
     _check_trainable(model, corpus, settings)
     record = _make_patch_run_record(texts, text, options, settings)
-    open_run_folder(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
-    with errors_as(TrainingError, str(out), OSError), lock_run_folder(out, "RUN"):
+    mark = sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest()
+    with errors_as(TrainingError, str(out), OSError), open_run_folder(out, record, mark, "RUN"):
         remove_unfinished_files(out)
         with catch_stop_signals() as asked:
             done = train_patch_model(model, corpus, settings, out, quiet, asked=asked)

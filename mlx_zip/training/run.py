@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +17,12 @@ import mlx_zip
 from mlx_zip.errors import DataError, TrainingError, missing_library_error
 from mlx_zip.files import expand_home, read_json_object
 from mlx_zip.models.loading import find_model_folder
-from mlx_zip.models.machines import raise_unless_machines_agree, run_on_all_machines, sum_over_machines
-from mlx_zip.models.model_folder import is_plain_model
+from mlx_zip.models.machines import (
+    is_first_machine,
+    raise_unless_machines_agree,
+    run_on_all_machines,
+    sum_over_machines,
+)
 from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.pack import IN_FOLDER
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -27,28 +31,17 @@ from mlx_zip.training.head_training import (
     HeadTrainee,
     check_head_data_fits,
     check_head_options,
-    freeze_model,
     make_head_trainee,
     save_head,
 )
 from mlx_zip.training.prepare.shards import PreparedShards
-from mlx_zip.training.run_data import (
-    JoinedFolders,
-    check_data_prepared,
-    check_length_and_mask,
-    count_held_out,
-    split_held_out,
-)
-from mlx_zip.training.run_folder import BegunRun, lock_run_folder, open_run_folder, read_begun_run, record_more_iters
-from mlx_zip.training.run_summary import measure_base_bits, run_header_lines, run_summary_lines
+from mlx_zip.training.run_data import JoinedFolders, count_held_out, open_run_data, split_held_out
+from mlx_zip.training.run_folder import open_run_folder, read_begun_run, record_more_iters
+from mlx_zip.training.run_summary import run_header_lines, run_summary_lines
 from mlx_zip.training.saving import check_adapter_savable, default_save_dtype, save_adapter_folder, save_model_folder
 from mlx_zip.training.settings import ADAPTER, MODEL, VALID_SHARE, RunOptions, TrainSettings
-from mlx_zip.training.starting_model import (
-    fingerprint_run,
-    freeze_and_add_lora,
-    make_starting_model,
-    recompute_activations,
-)
+from mlx_zip.training.starting_model import fingerprint_run, freeze_and_add_lora, make_starting_model
+from mlx_zip.training.steps.forward_pass import recompute_activations
 from mlx_zip.training.steps.objective import LossWeights, PackAndModelTrainee, Trainee
 from mlx_zip.training.steps.stepper import Stepper
 from mlx_zip.training.trainer import Outcome, Trainer, check_enough_samples
@@ -62,16 +55,15 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     `ModelError` if options, data or model are invalid or do not fit together.
     """
     group = mx.distributed.init()
-    run = run_on_all_machines(group, lambda: _Run(options, settings, first=group.rank() == 0))
-    facts = json.dumps([run.fingerprint, run.record["data"]])
+    first = group.rank() == 0
+    run = run_on_all_machines(group, lambda: _Run(options, settings))
+    facts = json.dumps([run.fingerprint(settings.iters), run.record["data"]])
     raise_unless_machines_agree(group, facts, "model, data or settings")
-    held_out = sum_over_machines(group, run.held_out)[0]  # the first machine's count
-    run.data, held_out_data = split_held_out(run.data, held_out, settings.seed)
-    run.valid = run.valid or held_out_data
-    lock = lock_run_folder(options.out) if group.rank() == 0 else nullcontext()
     with ExitStack() as stack:
-        run_on_all_machines(group, lambda: stack.enter_context(lock))
-        return run.train(group, quiet)
+        held_out = run_on_all_machines(group, lambda: run.open_folder(stack) if first else 0)
+        run.data, held_out_data = split_held_out(run.data, sum_over_machines(group, held_out)[0], settings.seed)
+        run.valid = run.valid or held_out_data
+        return run.train(quiet or not first)
 
 
 def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]:
@@ -86,28 +78,28 @@ def choose_stepper(engine: str, config: Mapping[str, Any]) -> Callable[..., Any]
 
 
 class _Run:
-    """A run whose inputs are loaded and checked. first: whether this is the first machine, which writes the files.
+    """A run whose inputs are loaded and checked.
 
-    config: the model's config.json. folder: the model's folder or, from scratch, the tokenizer's. data, valid: samples
-    to train and to validate on. dtype: floating-point type of the saved weights. record: see `open_run_folder`.
-    fingerprint: fingerprint of this command. run_fingerprint: fingerprint of the run in the folder, which may have
-    begun with fewer steps. held_out: on the first machine, number of samples of `data` to hold out; 0 on the others.
+    data, valid: samples to train and to validate on. folder: the model's folder or, from scratch, the tokenizer's.
+    config: the model's config.json. trainee: the model with what is trained beside it. dtype: floating-point type of
+    the saved weights. begun: the run in `options.out`, None for a new run. done: steps saved there. first_iters: number
+    of steps with which the run began. record, mark: see `open_run_folder`.
     """
 
-    def __init__(self, options: RunOptions, settings: TrainSettings, first: bool) -> None:
+    def __init__(self, options: RunOptions, settings: TrainSettings) -> None:
         options.check()
         if settings.draft_head:
             check_head_options(options, settings)
-        check_data_prepared(options)
         self.options, self.settings = options, settings
-        self.data = JoinedFolders(options.data)
-        check_length_and_mask(options, self.data)
-        self.valid = JoinedFolders(options.valid) if options.valid else None
-        if self.valid is not None and self.valid.params != self.data.params:
-            raise DataError(f"{self.valid} was prepared for another codec than {self.data}")
+        self.data, self.valid = open_run_data(options)
         self._load_model()
         check_enough_samples(self.data, self.valid, settings)
-        self._open_folder(first)
+        self.begun = read_begun_run(options.out)
+        found = list_checkpoints(options.out)
+        self.done = found[-1][0] if found else 0
+        self.record = self._make_record()
+        self.first_iters = settings.iters if self.begun is None else self.begun.iters
+        self.mark = self.fingerprint(self.first_iters)
 
     def _load_model(self) -> None:
         options, settings, params = self.options, self.settings, self.data.params
@@ -121,8 +113,8 @@ class _Run:
             _check_same_tokenizer(part, self.tokenizer, tokenizer_folder)
         mx.random.seed(settings.seed)
         scratch = None if options.scratch is None else read_json_object(options.scratch, raises=TrainingError)
-        if settings.draft_head and folder is not None:
-            check_head_data_fits(is_plain_model(str(folder)), params)
+        if settings.draft_head:
+            check_head_data_fits(self.folder, params)
         model, self.config = make_starting_model(folder, scratch, params, options.encoder, options.canonical)
         _check_vocabulary_and_context(self.config, self.data, len(self.tokenizer))
         if settings.pack_rows:
@@ -130,70 +122,84 @@ class _Run:
         if options.save == ADAPTER:
             check_adapter_savable(model, self.config, settings, from_scratch=folder is None)
         self.dtype = options.save_dtype or default_save_dtype(model)
-        if settings.draft_head:
-            model = freeze_model(model, settings)
-        else:
-            freeze_and_add_lora(model, settings)
-        self.model: Any = model
+        self.trainee = self._make_trainee(model)
 
-    def _open_folder(self, first: bool) -> None:
-        """Makes the record and the fingerprints and, on the first machine, makes or continues the run's folder."""
-        options, iters = self.options, self.settings.iters
-        begun = read_begun_run(options.out)
-        self.record = _make_train_run_record(options, self.settings, self.data, begun)
-        self.fingerprint = self.run_fingerprint = fingerprint_run(self.model, self.config, self.record["fixed"])
-        self.held_out = 0
-        if not first:
-            return
-        share = _choose_valid_share(options, begun)
-        self.held_out = count_held_out(self.data, share, self.settings.batch_size)
-        record = {**self.record, "valid_share": share} if share else self.record
-        if begun is not None and _continues_with_more_steps(options.out, begun, iters):
-            fixed = record["fixed"]
-            record = {**record, "fixed": {**fixed, "settings": {**fixed["settings"], "iters": begun.iters}}}
-            self.run_fingerprint = fingerprint_run(self.model, self.config, record["fixed"])
-        open_run_folder(options.out, record, self.run_fingerprint)
+    def _make_trainee(self, model: Any) -> Trainee:
+        settings, params = self.settings, self.data.params
+        if settings.draft_head:
+            return make_head_trainee(model, self.folder, params, settings)
+        freeze_and_add_lora(model, settings)
+        if settings.pack_rows:
+            return PackAndModelTrainee(model, len(params.start or ()))
+        return Trainee(model, LossWeights(settings.reconstruction, settings.token_type))
+
+    def _make_record(self) -> dict[str, Any]:
+        """Returns the record of what the run trains. If the folder has a checkpoint, --init-from is not read again."""
+        options = self.options
+        origin = options.model if options.scratch is None else options.scratch.name
+        before = {}
+        if options.init_from is not None:
+            known = self.begun.init_from if self.begun is not None and self.done else None
+            before = {"init_from": known or hash_trained_weights(options.init_from)}
+        settings = self.settings.values_to_record()
+        return {
+            "fixed": {"model": Path(origin).name if origin else None, "settings": settings, **before},
+            "data": [_make_prepared_data_record(part) for part in self.data.parts],
+            "encoder": vars(options.encoder),
+            "mlx_zip": mlx_zip.__version__,
+        }
+
+    def fingerprint(self, iters: int) -> str:
+        """Returns the fingerprint of this run if it began with `iters` steps."""
+        return fingerprint_run(self.trainee.model, self.config, self._fixed(iters))
+
+    def _fixed(self, iters: int) -> dict[str, Any]:
+        fixed = self.record["fixed"]
+        return {**fixed, "settings": {**fixed["settings"], "iters": iters}}
+
+    def open_folder(self, stack: ExitStack) -> int:
+        """Makes or continues the run's folder, which stays locked until `stack` is closed. For the first machine.
+
+        Returns how many samples of `data` to hold out. Raises `TrainingError` if another run is in the folder.
+        """
+        options, begun, iters = self.options, self.begun, self.settings.iters
+        share = (0.0 if options.valid else VALID_SHARE) if options.valid_share is None else options.valid_share
+        if begun is not None:
+            begun.check_continued_by(iters, options.valid_share, self.done)
+            share = begun.valid_share
+        record = {**self.record, "fixed": self._fixed(self.first_iters)}
+        if share:
+            record["valid_share"] = share
+        stack.enter_context(open_run_folder(options.out, record, self.mark))
         if begun is not None and iters != begun.raised_to:
             record_more_iters(options.out, iters)
+        return count_held_out(self.data, share, self.settings.batch_size)
 
-    def train(self, group: mx.distributed.Group, quiet: bool) -> Outcome:
+    def train(self, quiet: bool) -> Outcome:
         """Trains the model, and saves the result if all steps are done."""
-        options, settings, first = self.options, self.settings, group.rank() == 0
-        trainee = self._make_trainee()
-        if options.init_from is not None and not list_checkpoints(options.out):
+        options, settings, trainee = self.options, self.settings, self.trainee
+        if options.init_from is not None and not self.done:
             load_trained_weights(options.init_from, trainee)
         if settings.grad_checkpoint and options.engine == "mlx":
-            recompute_activations(self.model.layers)
-        quiet = quiet or not first
+            recompute_activations(trainee.model.layers)
         steps = choose_stepper(options.engine, self.config)
-        mark = self.run_fingerprint
-        trainer = Trainer(trainee, self.data, settings, options.out, mark, self.valid, quiet, steps)
+        trainer = Trainer(trainee, self.data, settings, options.out, self.mark, self.valid, quiet, steps)
         if not quiet and sys.stderr is not None:
             trained = "a draft head" if settings.draft_head else settings.fine_tune_type
             what = f"{options.model or options.scratch} ({trained})"
             print(*run_header_lines(trainer, what), sep="\n", file=sys.stderr)
-        from_model = trainee.loss_is_of_text and options.scratch is None
-        if trainer.valid is not None and not trainer.progress.step and from_model:
-            line = {"step": 0, "base_bits_per_byte": measure_base_bits(trainer)}
-            run_on_all_machines(group, lambda: trainer.log_once(line))
+        if trainee.loss_is_of_text and options.scratch is None:
+            trainer.log_base_bits()
         unfinished = trainer.progress.step < settings.iters
         outcome = trainer.train()
-        if outcome.progress.step >= settings.iters and first:
+        if outcome.progress.step >= settings.iters and is_first_machine():
             if unfinished and not quiet and trainee.loss_is_of_text:
                 print(*run_summary_lines(trainer, options), sep="\n", file=sys.stderr)
-            self._save(outcome, trainee)
+            self._save(outcome)
         return outcome
 
-    def _make_trainee(self) -> Trainee:
-        settings, params = self.settings, self.data.params
-        if settings.draft_head:
-            return make_head_trainee(self.model, self.folder, params, settings)
-        if settings.pack_rows:
-            return PackAndModelTrainee(self.model, len(params.start or ()))
-        return Trainee(self.model, LossWeights(settings.reconstruction, settings.token_type))
-
-    def _save(self, outcome: Outcome, trainee: Trainee) -> None:
-        options, params = self.options, self.data.params
+    def _save(self, outcome: Outcome) -> None:
+        options, params, trainee = self.options, self.data.params, self.trainee
         if isinstance(trainee, HeadTrainee):
             save_head(options, trainee)
             return
@@ -203,12 +209,12 @@ class _Run:
         if options.save == ADAPTER:
             place = expand_home(str(options.model))
             base = str(place.resolve()) if place.is_dir() else str(options.model)
-            save_adapter_folder(options.out / ADAPTER, self.model, base, self.settings, self.dtype, rows)
+            save_adapter_folder(options.out / ADAPTER, trainee.model, base, self.settings, self.dtype, rows)
             return
         source = {**self.record["fixed"], **vars(outcome.progress)}
         save_model_folder(
             options.out / MODEL,
-            self.model,
+            trainee.model,
             self.config,
             self.tokenizer,
             source,
@@ -230,38 +236,6 @@ def _check_pack_rows_trainable(model: Any, data: JoinedFolders, folder: Path | N
         )
 
 
-def _choose_valid_share(options: RunOptions, begun: BegunRun | None) -> float:
-    """Returns the share of samples to hold out. Raises `TrainingError` if the run in the folder has another share.
-
-    begun: the run in the folder, None for a new run.
-    """
-    asked = options.valid_share
-    if begun is not None:
-        if asked not in (None, begun.valid_share):
-            raise TrainingError(
-                f"--valid-share {asked}: the run in {options.out} began with {begun.valid_share}; choose another --out"
-            )
-        return begun.valid_share
-    return (0.0 if options.valid else VALID_SHARE) if asked is None else asked
-
-
-def _continues_with_more_steps(out: Path, begun: BegunRun, iters: int) -> bool:
-    """Returns whether a run continues with more steps than it began with. iters: number of steps now asked for.
-
-    Allowed are the number that was asked for last and, once these steps are done, any larger number. Raises
-    `TrainingError` for any other number.
-    """
-    if iters == begun.iters == begun.raised_to:
-        return False
-    if iters == begun.raised_to:
-        return True
-    found = list_checkpoints(out)
-    if iters > begun.raised_to and found and found[-1][0] == begun.raised_to:
-        return True
-    rule = f"it may be raised when the run's {begun.raised_to} steps are done"
-    raise TrainingError(f"{out} holds another run (iters {begun.raised_to}; {rule}); choose another --out")
-
-
 def _check_same_tokenizer(part: PreparedShards, tokenizer: Any, folder: str | Path) -> None:
     made_with = (part.index.get("tokenizer") or {}).get("fingerprint")
     if made_with is not None and made_with != tokenizer_fingerprint(tokenizer):
@@ -281,26 +255,6 @@ def _check_vocabulary_and_context(config: Mapping[str, Any], data: JoinedFolders
     context, longest = config.get("max_position_embeddings"), max(part.context for part in data.parts)
     if isinstance(context, int) and longest > context:
         raise TrainingError(f"the data hold windows of {longest} base ids, the model's context is {context}")
-
-
-def _make_train_run_record(
-    options: RunOptions, settings: TrainSettings, data: JoinedFolders, begun: BegunRun | None
-) -> dict[str, Any]:
-    """Returns the record of what the run trains, by which `open_run_folder` recognizes the run.
-
-    begun: the run in the folder, None for a new run. If the folder has a checkpoint, --init-from is not read again.
-    """
-    origin = options.model if options.scratch is None else options.scratch.name
-    before = {}
-    if options.init_from is not None:
-        known = begun.init_from if begun is not None and list_checkpoints(options.out) else None
-        before = {"init_from": known or hash_trained_weights(options.init_from)}
-    return {
-        "fixed": {"model": Path(origin).name if origin else None, "settings": settings.values_to_record(), **before},
-        "data": [_make_prepared_data_record(part) for part in data.parts],
-        "encoder": vars(options.encoder),
-        "mlx_zip": mlx_zip.__version__,
-    }
 
 
 def _make_prepared_data_record(part: PreparedShards) -> dict[str, Any]:

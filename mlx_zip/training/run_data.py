@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
 from mlx_zip.text.hub import is_hub_id
-from mlx_zip.training.prepare.prepared_folder import SETTINGS_FILE
-from mlx_zip.training.prepare.shards import PreparedShards, Sample, can_have_entries, is_prepared_folder
+from mlx_zip.training.prepare.shards import SETTINGS_FILE, PreparedShards, Sample, can_have_entries, is_prepared_folder
 from mlx_zip.training.settings import RunOptions
 
 _SPLITS = ("train.jsonl", "valid.jsonl", "test.jsonl")  # files of a data folder for mlx-lm
@@ -24,8 +23,22 @@ _FEWEST_HELD_OUT = 4  # minimum number of samples to hold out, if the data have 
 _ONE_HELD_OUT_IN = 5  # hold out at most one in 5 samples
 
 
-def check_data_prepared(options: RunOptions) -> None:
-    """Raises `DataError`, naming the command to run first, if data are missing or not prepared."""
+def open_run_data(options: RunOptions) -> tuple[JoinedFolders, JoinedFolders | None]:
+    """Returns the samples to train on, and those in `options.valid`, if any.
+
+    Raises `DataError` if data are missing or not prepared, naming the command to run first, or if they do not match the
+    options --max-seq-length and --mask-prompt, or one another.
+    """
+    _check_data_prepared(options)
+    data = JoinedFolders(options.data)
+    _check_length_and_mask(options, data)
+    valid = JoinedFolders(options.valid) if options.valid else None
+    if valid is not None and valid.params != data.params:
+        raise DataError(f"{valid} was prepared for another codec than {data}")
+    return data, valid
+
+
+def _check_data_prepared(options: RunOptions) -> None:
     for folder in (*options.data, *options.valid):
         if is_prepared_folder(folder):
             continue
@@ -57,8 +70,7 @@ def _prepare_command(options: RunOptions, data: str, out: str) -> str:
     return shlex.join(["mlx_zip", "prepare", *origin, "--data", data, *context, *counted, "--out", out])
 
 
-def check_length_and_mask(options: RunOptions, data: JoinedFolders) -> None:
-    """Raises `DataError` if the data do not match the options --max-seq-length and --mask-prompt."""
+def _check_length_and_mask(options: RunOptions, data: JoinedFolders) -> None:
     for part in data.parts:
         if options.max_seq_length is not None and part.context > options.max_seq_length:
             raise DataError(

@@ -1,24 +1,18 @@
-"""Makes the lines that a run prints (header, final figures, hints, next commands), and measures the starting model."""
+"""Makes the lines that a run prints (header, final figures, hints, next commands)."""
 
 from __future__ import annotations
 
-import math
 import shlex
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from mlx_lm.utils import get_total_parameters
 
-from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.layout import has_hypertokens
 from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.progress import format_duration, pluralize
 from mlx_zip.training.checkpoints import Progress
-from mlx_zip.training.prepare.shards import Sample, can_have_entries
-from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.run_folder import read_metrics
 from mlx_zip.training.settings import ADAPTER, RunOptions
-from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.trainer import SampleData, Trainer
 
 _FEW_BASE_IDS = 1_000_000  # new hyper-encoders trained on fewer base ids hardly help yet
@@ -121,31 +115,3 @@ def _list_next_commands(options: RunOptions, done: Progress) -> list[str]:
         f"next: mlx_zip generate --model {folder} --prompt TEXT",
         f"      mlx_zip evaluate {base}--model {folder} --data FILE",
     ]
-
-
-def measure_base_bits(trainer: Trainer) -> float:
-    """Returns bits per byte of the validation samples, read by the trainer's model as base ids only.
-
-    Before the first step, this measures the model that training begins with. A base id counts if the compressed id that
-    covers the base id counts.
-    """
-    assert trainer.valid is not None
-    params, nats, n_bytes = trainer.valid.params, 0.0, 0
-    trainer.trainee.eval()
-    for indices in trainer.validation_batches("Measuring the base"):
-        samples = [expand_sample(trainer.valid[int(i)], params) for i in indices]
-        batch = make_batch(samples, replace(params, codebook_size=0, merge_size=1, start=None), base_positions=True)
-        nats += trainer.stepper.measure_base_nats(batch, trainer.needs_long_factors(batch))
-        n_bytes += batch.n_bytes
-    trainer.trainee.train()
-    return nats / math.log(2) / max(n_bytes, 1)
-
-
-def expand_sample(sample: Sample, params: CodecParams) -> Sample:
-    """Expands a sample's ids to base ids. The loss counts a base id if it counted the compressed id."""
-    if not can_have_entries(params):
-        return sample
-    book = Codebook(sample.params(params))
-    book.push(sample.ids)
-    ids, mask = book.expand(sample.ids), np.repeat(sample.mask, book.spans(sample.ids))
-    return Sample(ids, mask, sample.base_ids, sample.n_bytes)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from mlx_zip.models.rows.fingerprints import named_arrays
 from mlx_zip.models.zip_model import Model
 from mlx_zip.training.prepare.shards import can_have_entries
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
-from mlx_zip.training.steps.forward_pass import call_with_recompute
 
 _SAMPLED_ROWS = 1024  # number of rows from which to estimate the scale of a matrix
 _OUTPUT_NORM_GAIN = 0.02  # initial gain of the output encoder's last norm
@@ -239,10 +238,19 @@ def freeze_and_add_lora(model: nn.Module, settings: TrainSettings) -> None:
         linear_to_lora_layers(model, layers, lora)
     if isinstance(model, Model):
         for encoder in (model.input_encoder, model.row_encoder):
-            encoder.set_dtype(mx.float32)  # before dequantizing: 16-bit scales would give weights rounded to 16 bits
-            dequantize_model(encoder).unfreeze()  # quantized weights could not be trained
+            dequantize_all_weights(encoder).unfreeze()  # quantized weights could not be trained
     if not named_arrays(model.trainable_parameters()):
         raise TrainingError(f"--fine-tune-type {settings.fine_tune_type} leaves nothing to train in this model")
+
+
+def dequantize_all_weights(model: nn.Module, dtype: str = "float32") -> Any:
+    """Returns the model, or part of one, with all quantized weights dequantized, in place.
+
+    dtype: dtype in which the model will compute: "float32" or "bfloat16".
+    """
+    if dtype == "float32":
+        model.set_dtype(mx.float32)  # before dequantizing: 16-bit scales would give weights rounded to 16 bits
+    return dequantize_model(model)
 
 
 def _parse_lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
@@ -271,25 +279,3 @@ def fingerprint_run(model: nn.Module, config: Mapping[str, Any], facts: Mapping[
             single: Any = value.astype(mx.float32)
             digest.update(memoryview(single))
     return digest.hexdigest()
-
-
-def recompute_activations(blocks: Sequence[nn.Module]) -> None:
-    """Makes `blocks` recompute their activations in the backward pass. Names and weights are unchanged.
-
-    The blocks must not draw random numbers, because the second pass would draw others. Unlike mlx-lm's
-    `grad_checkpoint`, which changes the class itself, this does not affect other blocks of the same class.
-    """
-    made: dict[type, type] = {}
-    for block in blocks:
-        kind = type(block)
-        if kind not in made:
-            made[kind] = type(kind.__name__, (kind,), {"__call__": _recomputing_call(kind.__call__)})
-        block.__class__ = made[kind]
-
-
-def _recomputing_call(call: Callable[..., Any]) -> Callable[..., Any]:
-
-    def checkpointed(block: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        return call_with_recompute(block, lambda x: call(block, x, *args, **kwargs), x)
-
-    return checkpointed

@@ -1,22 +1,29 @@
-"""Trains a model: deterministic batches, steps on one or several machines, checkpoints, reports and validations."""
+"""Trains a model: deterministic batches, steps on one or several machines, checkpoints, reports and validations.
+
+Also the training loop of all trainers: steps, stop signals, and freeing of cached memory. Source of the memory
+handling: mlx-lm 0.32, `mlx_lm.tuner.trainer` (`train`, `_clear_cache` with its default threshold of 0 bytes).
+"""
 
 from __future__ import annotations
 
 import math
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.device import peak_rss_bytes
+from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.device import WiredMemory, peak_rss_bytes
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.machines import arrays_of_first_machine, run_on_all_machines
 from mlx_zip.models.zip_model import Model
@@ -29,15 +36,15 @@ from mlx_zip.training.checkpoints import (
     save_checkpoint,
     set_random_key,
 )
-from mlx_zip.training.loop import catch_stop_signals, free_cached_memory, train_to_step
-from mlx_zip.training.prepare.shards import Sample
+from mlx_zip.training.prepare.shards import Sample, can_have_entries
 from mlx_zip.training.prepare.text_windows import CompressedTexts
 from mlx_zip.training.run_data import JoinedFolders
-from mlx_zip.training.run_metrics import MetricsLog, read_metrics
+from mlx_zip.training.run_folder import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.steps.batches import (
     COARSE_PADDING,
     FINE_PADDING,
+    STOP_SIGNALS,
     Batch,
     CallFunction,
     block_stop_signals,
@@ -50,6 +57,7 @@ from mlx_zip.training.steps.objective import Trainee
 from mlx_zip.training.steps.stepper import Stepper, is_compiled, last_learning_rate, make_optimizer
 
 SampleData = JoinedFolders | CompressedTexts
+StopAsked = Callable[[], int | None]  # returns the stop signal received, or None
 
 
 @dataclass(frozen=True)
@@ -126,8 +134,6 @@ class Trainer:
         self.optimizer.state = shared["optimizer"]
         set_random_key(shared["key"])
         return replace(Progress(*shared["steps"].tolist()), seconds=progress.seconds)
-
-    # ---- the loop
 
     def train(self) -> Outcome:
         """Trains on all machines until all steps are done or a signal stops the run; saves the last step."""
@@ -209,7 +215,7 @@ class Trainer:
                 data.params,
                 [int(i) for i in indices],
                 availability=self.settings.availability,
-                base_positions=config is not None and config.position_mode == "base_token_end",
+                base_positions=self._counts_base_ids(),
                 canonical=config is not None and config.canonical,
                 padding=COARSE_PADDING if compiled else FINE_PADDING,
             )
@@ -222,6 +228,11 @@ class Trainer:
                 'train() outside of `if __name__ == "__main__":`?'
             ) from error
 
+    def _counts_base_ids(self) -> bool:
+        """Returns whether the model counts positions in base ids."""
+        model = self.trainee.model
+        return isinstance(model, Model) and model.config.position_mode == "base_token_end"
+
     def needs_long_factors(self, batch: Batch) -> bool:
         """Returns whether a position exceeds the model's original context, so that LongRoPE needs its long factors."""
         model = self.trainee.model
@@ -233,8 +244,27 @@ class Trainer:
 
     # ---- reports
 
-    def log_once(self, line: dict[str, Any]) -> None:
-        """Adds a line to the log, unless the log has it. Acts only on the first machine. Call this before `train`."""
+    def log_base_bits(self) -> None:
+        """Logs bits per byte of the validation samples, read as base ids only. Does nothing after the first step.
+
+        This measures the model that training begins with. A base id counts if the compressed id that covers the base id
+        counts.
+        """
+        if self.valid is None or self.progress.step:
+            return
+        params, nats, n_bytes = self.valid.params, 0.0, 0
+        without = replace(params, codebook_size=0, merge_size=1, start=None)
+        self.trainee.eval()
+        for indices in self._validation_batches("Measuring the base"):
+            samples = [expand_sample(self.valid[int(i)], params) for i in indices]
+            batch = make_batch(samples, without, base_positions=self._counts_base_ids())
+            nats += self.stepper.measure_losses(batch, self.needs_long_factors(batch))["nats"]
+            n_bytes += batch.n_bytes
+        self.trainee.train()
+        line = {"step": 0, "base_bits_per_byte": nats / math.log(2) / max(n_bytes, 1)}
+        run_on_all_machines(self.group, lambda: self._log_once(line))
+
+    def _log_once(self, line: dict[str, Any]) -> None:
         if self.group.rank() == 0 and line not in read_metrics(self.run):
             MetricsLog(self.run, self.progress.step).add(**line)
 
@@ -265,14 +295,14 @@ class Trainer:
         return text
 
     def measure_validation(self) -> tuple[dict[str, float], str]:
-        """Measures the model on `validation_batches`. Returns the figures, for the log and as text.
+        """Measures the model on `_validation_batches`. Returns the figures, for the log and as text.
 
         Each sample's first id is read but not predicted, so it counts neither in `ids` nor in `base_ids`.
         """
         sums: dict[str, float] = {}
         self.trainee.eval()
         assert self.valid is not None
-        for indices in self.validation_batches("Validating"):
+        for indices in self._validation_batches("Validating"):
             batch = self._make_batch(self.valid, indices)
             found = self.stepper.measure_losses(batch, self.needs_long_factors(batch))
             free_cached_memory()
@@ -281,7 +311,7 @@ class Trainer:
         self.trainee.train()
         return self.trainee.validation_figures(sums)
 
-    def validation_batches(self, task: str) -> Iterator[np.ndarray]:
+    def _validation_batches(self, task: str) -> Iterator[np.ndarray]:
         """Yields the indices of the validation samples, one array per batch; shows a progress bar with label `task`.
 
         Yields all samples if `val_batches` is 0, else `val_batches` batches of samples spread evenly over the lengths.
@@ -321,3 +351,114 @@ def _make_report_line(steps: list[dict[str, float]], since: Progress, now: Progr
         **rates,
         **{name: value for name, value in vars(now).items() if name != "step"},
     }
+
+
+def expand_sample(sample: Sample, params: CodecParams) -> Sample:
+    """Expands a sample's ids to base ids. The loss counts a base id if it counted the compressed id."""
+    if not can_have_entries(params):
+        return sample
+    book = Codebook(sample.params(params))
+    book.push(sample.ids)
+    ids, mask = book.expand(sample.ids), np.repeat(sample.mask, book.spans(sample.ids))
+    return Sample(ids, mask, sample.base_ids, sample.n_bytes)
+
+
+# ---- the loop
+
+
+class TrainingJob(Protocol):
+    """A trainer that the loop runs, after it has restored the last checkpoint. progress: the run's progress."""
+
+    progress: Progress
+
+    def step(self, stop: bool) -> bool:
+        """Trains one step and counts it in `progress`. stop: whether this machine has received a stop signal.
+
+        Returns whether any machine of the run has received a stop signal.
+        """
+        ...
+
+    def report(self) -> str:
+        """Logs the figures of the steps since the last report and returns them as text."""
+        ...
+
+    def validate(self) -> str | None:
+        """Logs the loss on validation data and returns it as text, or returns None if there are no such data."""
+        ...
+
+    def save_checkpoint(self) -> None:
+        """Writes the checkpoint of this step, unless it exists."""
+        ...
+
+
+def train_to_step(
+    job: TrainingJob, settings: TrainSettings, asked: StopAsked, quiet: bool, until: int | None = None
+) -> bool:
+    """Trains up to step `settings.iters`, step `until`, or a stop signal, and saves the last step.
+
+    Reports every `steps_per_report` steps and at the end, validates every `steps_per_eval` steps and after step
+    `iters`, and saves every `save_every` steps. On a Mac, MLX's memory is wired during training. MLX's cached memory is
+    freed after every step. asked: returns the stop signal received, or None. quiet: show no progress; without a
+    terminal, only reports are shown. Returns whether a signal ended the run before step `iters`.
+    """
+    last, stopping = settings.iters if until is None else min(until, settings.iters), False
+    with (
+        ProgressBar(last, "step", "Training", job.progress.step, shown=not quiet, interval_s=math.inf) as bar,
+        WiredMemory(keep_s=0.0, streams=[mx.default_stream(mx.default_device())]),
+    ):
+        while job.progress.step < last and not stopping:
+            stopping = job.step(asked() is not None)
+            free_cached_memory()
+            if stopping:
+                job.save_checkpoint()  # before printing, because the terminal may be closed
+            bar()
+            step = job.progress.step
+            if step % settings.steps_per_report == 0 or stopping or step == last:
+                bar.report(job.report())
+            if step % settings.steps_per_eval == 0 or step == settings.iters:
+                found = job.validate()
+                if found is not None:
+                    bar.say(f"step {step:,}: {found}")
+            if step % settings.save_every == 0:
+                job.save_checkpoint()
+        job.save_checkpoint()
+        return stopping and job.progress.step < settings.iters
+
+
+class TrainingStopped(KeyboardInterrupt):
+    """Raised when a signal has stopped a run and the last step is saved. number: the signal's number."""
+
+    def __init__(self, progress: Progress, number: int) -> None:
+        super().__init__(f"stopped after step {progress.step}")
+        self.progress, self.number = progress, number
+
+
+@contextmanager
+def catch_stop_signals() -> Iterator[StopAsked]:
+    """Context manager: yields a function that returns the first stop signal received in the block, or None.
+
+    A second signal raises `KeyboardInterrupt`. The function may also be called after the block. Only the main thread
+    receives signals: in another thread the function always returns None. A signal that was ignored before, as SIGHUP
+    under nohup, stays ignored.
+    """
+    received: list[int] = []
+
+    def ask(number: int, _: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = [number for number in STOP_SIGNALS if main and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in ours}
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def free_cached_memory() -> None:
+    """Frees MLX's cached buffers: batches differ in shape, so few buffers would be reused."""
+    if mx.get_cache_memory() > 0:
+        mx.clear_cache()

@@ -17,7 +17,7 @@ from mlx_zip import named
 from mlx_zip.errors import DataError
 from mlx_zip.files import atomic_folder, read_json_object, write_json
 from mlx_zip.text.tokenizers import load_tokenizer
-from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.run_folder import read_metrics
 from mlx_zip.training.saving import ADAPTER_CONFIG, ZIP_CONFIG
 
 from .recipe import Recipe

@@ -10,7 +10,8 @@ import pytest
 from mlx_zip.bench import machine
 from mlx_zip.bench.engines import choice, mlx_engines, workloads
 from mlx_zip.bench.engines import model_making as shapes
-from mlx_zip.bench.engines.interface import ENGINES, Engine
+from mlx_zip.bench.engines.choice import ENGINES
+from mlx_zip.bench.engines.interface import Engine
 from mlx_zip.bench.engines.mlx_engines import MlxZip
 from mlx_zip.bench.engines.model_making import models_from_config, models_from_folders
 from mlx_zip.bench.engines.shape_table import ENCODERS, ZipOptions

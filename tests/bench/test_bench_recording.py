@@ -25,20 +25,22 @@ def machine(monkeypatch):
 
     yield found
     recording.load_before_bench.cache_clear()
+    recording.installation_fields.cache_clear()
 
 
 @pytest.fixture
 def bench(monkeypatch):
-    """Replaces `bench codec` by one that prints two records and returns `ends_with`; `runs` counts its runs."""
+    """Replaces `bench codec` by one of two records that then ends with `ends_with`; `runs` counts its runs."""
     made = SimpleNamespace(runs=0, ends_with=0)
 
     def run(args):
         made.runs += 1
-        for number in (1, 2):
-            print(json.dumps({"number": number, **recording.load_before_bench()}), flush=True)
+        return 1 if made.ends_with == 1 else records()
+
+    def records():
+        yield from ({"number": number} for number in (1, 2))
         if isinstance(made.ends_with, BaseException):
             raise made.ends_with
-        return made.ends_with
 
     monkeypatch.setattr("mlx_zip.bench.codec.run", run)
     return made

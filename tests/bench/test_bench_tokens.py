@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench import tokens as bench
+from mlx_zip.bench.recording import run_bench
 from mlx_zip.bench.tokens import COLUMNS, WHOLE, count_corpus, count_pieces, read_domains
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.errors import DataError, InstallationError, MlxZipError
@@ -46,7 +47,7 @@ def parse(*flags: object) -> argparse.Namespace:
 
 
 def lines(capsys, *flags: object) -> list[dict]:
-    assert bench.run(parse(*flags)) == 0
+    assert run_bench(bench.run, parse(*flags)) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -174,7 +175,7 @@ def test_bad_flags_are_refused_before_anything_is_measured(flags, told, monkeypa
     monkeypatch.setattr(bench, "count_corpus", None)
     given = flags if "missing" in told else ["--tokenizers", "x.model", "--text", "web=x.txt", *flags]
     with pytest.raises(MlxZipError, match=told):
-        bench.run(parse(*given))
+        run_bench(bench.run, parse(*given))
 
 
 def test_a_line_that_is_no_text_is_named(tmp_path):
@@ -194,7 +195,7 @@ def test_a_text_without_any_id_is_refused(pair, text):
 def test_a_check_without_the_published_codec_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "zip2zip_compression", None)
     with pytest.raises(InstallationError, match="pip install zip2zip-compression"):
-        bench.run(parse("--tokenizers", "x.model", "--text", "web=x.txt", "--check"))
+        run_bench(bench.run, parse("--tokenizers", "x.model", "--text", "web=x.txt", "--check"))
 
 
 # ---- published vocabularies, where they are

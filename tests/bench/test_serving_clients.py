@@ -1,4 +1,4 @@
-"""The raw client of `bench serve`, and how it reads answers."""
+"""The client of `bench serve`, and how it reads answers."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def answered(parts, timeout_s=5.0, **options):
     async def both():
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            return await send_request(port, "/path", {"a": 1}, timeout_s=timeout_s, **options)
+            return await asyncio.to_thread(send_request, port, "/path", {"a": 1}, timeout_s=timeout_s, **options)
 
     return asyncio.run(both()), seen[0]
 
@@ -42,6 +42,10 @@ def test_a_whole_answer_is_read_by_its_length():
     assert (reply.status, reply.body) == (400, {"err": 1})
     assert request.startswith(b"POST /path HTTP/1.1\r\n")
     assert request.endswith(b'{"a": 1}')
+
+
+def test_an_empty_object_is_a_whole_answer():
+    assert answered([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"])[0].body == {}
 
 
 def test_events_are_read_wherever_their_bytes_are_cut():

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from mlx_zip import cli
-from mlx_zip.arguments import Parser
+from mlx_zip.arguments import Parser, default_flags
 
 
 def refused(capsys, *words):
@@ -72,3 +72,17 @@ def test_a_flag_may_be_cut_short_as_in_mlx_lm():
 def test_without_a_command_the_help_is_printed(capsys):
     assert cli.main([]) == 0
     assert capsys.readouterr().out.startswith("usage: mlx_zip [-h] [--version] COMMAND ...")
+
+
+def test_a_flags_type_and_the_end_of_its_help_follow_from_its_default():
+    parser = argparse.ArgumentParser()
+    flag = default_flags(parser.add_argument)
+    flag("--trials", 5, "number of runs")
+    flag("--shares", [0.25, 0.5], "shares to keep", metavar="SHARE")
+    flag("--mode", "free", "what is written", choices=("free", "replay"))
+    given = parser.parse_args(["--shares", "1", "0.75"])
+    assert (given.trials, given.shares, given.mode) == (5, [1.0, 0.75], "free")
+    assert parser.parse_args(["--trials", "7"]).trials == 7
+    shown = " ".join(parser.format_help().split())
+    for end in ("number of runs (default: 5)", "shares to keep (default: 0.25 0.5)", "what is written (default: free)"):
+        assert end in shown

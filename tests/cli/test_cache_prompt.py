@@ -116,7 +116,7 @@ def test_the_kv_cache_of_a_plain_model_can_be_bounded(run, tmp_path):
         (("--kv-bits", 7), "must be one of"),
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt-cache-file", "no/p.safetensors"), "no such folder"),
-        (("--model", ""), "--model is empty"),
+        (("--model", ""), "the name of the model is empty"),
     ],
 )
 def test_a_request_that_cannot_be_met_writes_nothing(run, tmp_path, monkeypatch, flags, reason):

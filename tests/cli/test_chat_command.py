@@ -81,7 +81,7 @@ def test_a_loaded_question_without_an_answer_can_be_asked(tmp_path):
 @pytest.fixture
 def fake(monkeypatch):
     engine = FakeEngine()
-    monkeypatch.setattr(opening, "open_chosen_engine", lambda args, name, *given: engine)
+    monkeypatch.setattr(opening, "open_chosen_engine", lambda args, *given: engine)
     return engine
 
 
@@ -119,7 +119,7 @@ def test_closed_standard_input_is_one_line(fake, monkeypatch, run):
     [
         (["--max-kv-size", "9"], "--max-kv-size cannot be used: "),
         (["--pipeline"], "--pipeline cannot be used: "),
-        (["--model", ""], "no model: --model is empty"),
+        (["--model", ""], "the name of the model is empty"),
         (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
         (["--temp", "-1"], "temp (--temp) must be "),
         (["--chat-template-args", "["], "--chat-template-args is not valid JSON"),

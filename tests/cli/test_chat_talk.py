@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from mlx_zip.cli.chat import commands, terminal
-from mlx_zip.cli.chat.answer import split_reasoning
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import PlainView
-from mlx_zip.cli.chat.program import Program, Settings
+from mlx_zip.cli.chat.program import Program, Settings, split_reasoning
 from mlx_zip.engine import Counts, Emitted, Finished
 from mlx_zip.errors import GenerationError
 from support.fake_engine import FakeEngine, Running, Script, any_role

@@ -1,6 +1,8 @@
 """`mlx_zip compress`, in process: its counts are the codec's."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -10,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from mlx_zip.engine.mlx.generate import load
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT
-from support.command_line import runner
+from support.command_line import runner, shown
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -70,6 +72,21 @@ def test_a_tokenizer_file_is_enough(run, text_file, model):
     assert (record["merge_size"], record["codebook_size"], record["entries"]) == (5, 17, 17)
 
 
+def test_a_folder_whose_config_names_no_architecture_is_a_tokenizer(run, text_file, model, tmp_path):
+    copied = tmp_path / "tokenizer"
+    shutil.copytree(model, copied, ignore=shutil.ignore_patterns("*.safetensors"))
+    (copied / "config.json").write_text("{}")
+    record = compress(run, text_file, "--tokenizer", str(copied), "--json")
+    assert record == compress(run, text_file, "--tokenizer", str(copied), "--merge-size", 3, "--json")
+
+
+def test_a_models_tokenizer_file_brings_the_models_codec(run, text_file, model):
+    file = str(Path(model) / "tokenizer.json")
+    assert compress(run, text_file, "--tokenizer", file, "--json") == compress(
+        run, text_file, "--tokenizer", model, "--json"
+    )
+
+
 def test_digits_can_be_kept_from_merging(run, tmp_path, model):
     (tmp_path / "n").write_text("1234" * 30)
     flags = ("--tokenizer", model, "--json", "--disabled", "digits")
@@ -87,7 +104,9 @@ def test_a_text_without_tokens_is_refused(run, tmp_path):
 
 def test_compress_prints_a_table(run, text_file, model):
     _, out, _ = run(text_file, "--tokenizer", model, "--show", 3, command="compress")
-    assert len(out.splitlines()) == 3 + 2 + 3
+    figures, table = out.split("\n\n")
+    assert shown(figures)["text bytes"] == f"{20 * len(PROMPT):,}"
+    assert len(table.splitlines()) == 1 + 3
 
 
 @pytest.mark.parametrize(
@@ -99,7 +118,9 @@ def test_compress_prints_a_table(run, text_file, model):
         (["TEXT", "--tokenizer", "BAD"], "--tokenizer"),
         (["TEXT", "--tokenizer", "nobody/nothing"], "--tokenizer nobody/nothing"),
         (["TEXT", "--tokenizer", "MODEL", "--window", "0"], "--window"),
-        (["TEXT", "--tokenizer", "MODEL", "--merge-size", "99"], "merge"),
+        (["TEXT", "--tokenizer", "MODEL", "--merge-size", "99"], "--merge-size must be at least 1 and below 17"),
+        (["TEXT", "--tokenizer", "MODEL", "--codebook-size", "-1"], "--codebook-size must be at least 0"),
+        (["", "--tokenizer", "MODEL"], "the empty path: Is a directory"),
     ],
 )
 def test_what_cannot_be_compressed_is_one_line(run, flags, named, tmp_path, text_file, model):

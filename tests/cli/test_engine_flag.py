@@ -303,10 +303,20 @@ def test_vllm_gets_the_options_that_it_has_and_its_errors_are_told_in_one_line(m
     for variable in ("VLLM_LOGGING_STREAM", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(variable, "")
     args = command_parser("serve", "x").parse_args(
-        ["--engine", "vllm", "--decode-concurrency", "3", "--no-canonical", "--vllm-args", '{"block_size": 32}']
+        [
+            "--model",
+            "some",
+            "--engine",
+            "vllm",
+            "--decode-concurrency",
+            "3",
+            "--no-canonical",
+            "--vllm-args",
+            '{"block_size": 32}',
+        ]
     )
     with pytest.raises(EngineError, match="vLLM does not start: 1 validation error for ModelConfig it is too long"):
-        open_chosen_engine(args, "some", None)
+        open_chosen_engine(args, None)
     assert asked == {
         "name": "some",
         "canonical": False,
@@ -387,7 +397,7 @@ def test_a_further_model_of_the_app_gets_an_engine_of_its_own(monkeypatch):
         engine_choice, "_pick_engine", lambda _, models, __: ("torch" if models == ["large"] else "mlx", None)
     )
     monkeypatch.setattr(engine_choice, "set_device_from_environment", lambda: None)
-    monkeypatch.setattr(app, "open_chosen_engine", lambda args, name, *_, **options: (name, args.engine))
+    monkeypatch.setattr(app, "open_chosen_engine", lambda args, *_, **options: (args.model, args.engine))
     for asked, expected in (("auto", "torch"), ("mlx", "mlx")):
         args = argparse.Namespace(engine=asked)
         assert app._open_other_model(args, "large") == ("large", expected)

@@ -8,12 +8,11 @@ import time
 
 import pytest
 
-from mlx_zip import selftest
 from mlx_zip.bench import machine
 from mlx_zip.bench.engines import model_making as shapes
 from mlx_zip.bench.steps import selftest_steps as steps
-from mlx_zip.cli import main
-from mlx_zip.selftest import checks, speed
+from mlx_zip.cli import main, selftest
+from mlx_zip.cli.selftest import checks, speed
 from support import tiny_bench
 
 FAILED = checks.Check("codec", False, "3 of 4 equal")

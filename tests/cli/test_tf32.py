@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from mlx_zip.cli.selftest import speed
 from mlx_zip.device import TF32_VARIABLE
-from mlx_zip.selftest import speed
 from support.places import TESTS
 
 WATCH = """

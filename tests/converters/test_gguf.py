@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import yaml
 
 from mlx_zip.converters import source
 from mlx_zip.errors import ConversionError, MlxZipError
@@ -317,16 +318,17 @@ def test_a_sliding_window_of_a_llama_file_makes_it_a_mistral(tmp_path):
     assert (found["model_type"], found["sliding_window"]) == ("mistral", 12)
 
 
-def test_the_folder_records_the_file_and_what_it_says_of_itself(tmp_path):
+@pytest.mark.parametrize("licence", ["apache-2.0", '["a: b" # c'])
+def test_the_folder_records_the_file_and_what_it_says_of_itself(tmp_path, licence):
     model = written(tmp_path / "model.gguf", kind="Q8_0")
-    files.save(tmp_path / "model.gguf", model, vocabularies.byte_level(), "Q8_0", general__license="apache-2.0")
+    files.save(tmp_path / "model.gguf", model, vocabularies.byte_level(), "Q8_0", general__license=licence)
     out = convert(tmp_path / "model.gguf", tmp_path / "out")
     source = config_of(out)["mlx_zip"]["source"]
     assert source["sha256"] == hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest()
-    assert (source["path"], source["name"], source["license"]) == ("model.gguf", "tiny", "apache-2.0")
+    assert (source["path"], source["name"], source["license"]) == ("model.gguf", "tiny", licence)
     assert source["types"] == {"F32": 5, "Q8_0": 16}
     card = (out / "README.md").read_text()
-    assert "license: apache-2.0\n" in card
+    assert yaml.safe_load(card.split("---\n")[1])["license"] == licence
     assert "model.gguf" in card
 
 

@@ -42,6 +42,7 @@ kv, at = decoder.make_kv_cache(1, 8), torch.arange(3)[None]
 decoder.prefill(torch.ones((1, 3, decoder.config.width)), at, at, kv)
 assert decoder.step(torch.ones((1, decoder.config.width)), torch.tensor([3]), kv).isfinite().all()
 assert not [name for name in FORBIDDEN if name in sys.modules]
+assert "torch._dynamo" not in sys.modules  # PyTorch's compiler takes seconds to import
 print(len(names), "modules")
 """
 

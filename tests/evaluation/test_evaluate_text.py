@@ -83,7 +83,7 @@ def test_a_record_that_is_no_text_is_an_error_with_file_and_line(tmp_path, line,
 
 def test_bad_requests_for_text_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(DataError, match="no text to evaluate"):
+    with pytest.raises(DataError, match="no text to read"):
         read_corpus([tmp_path / "a.txt"])
     with pytest.raises(DataError, match="--limit-bytes"):
         read_corpus([tmp_path / "a.txt"], limit_bytes=0)

@@ -33,7 +33,7 @@ NOT_INSTALLED = {  # package: folder, in a checkout only
     "recipes": "recipes",
 }
 ROOT = ""  # `mlx_zip` itself: names and a version
-DOORS = {"__main__", "cli", "selftest"}  # they reach the rooms on demand, leaves by name only; nothing imports them
+DOORS = {"__main__", "cli"}  # they reach the rooms on demand, leaves by name only; nothing imports them
 HEAVY = {  # where a library that is large or optional may be imported; the declared ones not named here, anywhere
     "torch": {"cuda", "training", "vllm", "bench", "recipes"},
     "triton": {"cuda", "vllm", "bench"},

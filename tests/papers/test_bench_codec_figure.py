@@ -10,6 +10,7 @@ import pytest
 from mlx_zip.bench import codec, recording
 from mlx_zip.bench.papers.zip2zip import codec_figure
 from mlx_zip.bench.papers.zip2zip.codec_figure import latency_figure, measure_latency
+from mlx_zip.bench.recording import run_bench
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -40,7 +41,7 @@ def flags(tmp_path, text) -> list[object]:
 
 
 def test_a_line_per_size_up_to_the_texts(capsys, tmp_path, text):
-    assert codec_figure.run(parse(*flags(tmp_path, text))) == 0
+    assert run_bench(codec_figure.run, parse(*flags(tmp_path, text))) == 0
     captured = capsys.readouterr()
     found = [json.loads(line) for line in captured.out.splitlines()]
     assert [(line["bench"], line["what"], line["bytes"]) for line in found] == [
@@ -81,7 +82,7 @@ def test_ids_of_a_text_are_measured_with_a_vocabularys_file(capsys, tmp_path, te
     parser = argparse.ArgumentParser()
     codec.add_arguments(parser)
     given = ["--text", text, "--tokenizer", write_pair(tmp_path), *few]
-    assert codec.run(parser.parse_args(list(map(str, given)))) == 0
+    assert run_bench(codec.run, parser.parse_args(list(map(str, given)))) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {line["data"] for line in found} == {f"some.txt; {tmp_path.name}"}
     assert found[0]["ids"] == 300
@@ -92,11 +93,11 @@ def test_text_and_tokenizer_are_needed(tmp_path, text, missing):
     given = flags(tmp_path, text)
     at = given.index(missing)
     with pytest.raises(MlxZipError, match="codec_latency needs --text and --tokenizer"):
-        codec_figure.run(parse(*given[:at], *given[at + 2 :]))
+        run_bench(codec_figure.run, parse(*given[:at], *given[at + 2 :]))
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(TEXT)
     with pytest.raises(MlxZipError, match=f"--text holds {len(TEXT)} bytes; the smallest size is 1000"):
-        codec_figure.run(parse(*flags(tmp_path, short)))
+        run_bench(codec_figure.run, parse(*flags(tmp_path, short)))

@@ -103,25 +103,24 @@ def test_a_texts_files_and_checks_are_shown():
 def test_rates_are_weighed_as_the_papers_text_is():
     rates = dict(zip(DOMAINS, (0.6, 0.7, 0.8, 0.9, 0.75), strict=True))
     lines = [counted("llama2", f"{domain}/some", rate) for domain, rate in rates.items()]
-    assert RecordedCounts(lines).mean_over_mixture("llama2", 2048, "ids") == pytest.approx(
+    assert RecordedCounts(lines).mean_rate_of_mixture("llama2", 2048, 3) == pytest.approx(
         sum(SHARES[d] * rates[d] for d in DOMAINS)
     )
     assert "| 3 | 60.00 | 70.00 | 80.00 | 90.00 | 75.00 | 73.50 | 71.21 |" in merge_sizes_table(RecordedCounts(lines))
-    assert RecordedCounts(lines[1:]).mean_over_mixture("llama2", 2048, "ids") is None
+    assert RecordedCounts(lines[1:]).mean_rate_of_mixture("llama2", 2048, 3) is None
 
 
 def test_texts_of_a_domain_count_alike_in_the_mixture():
     lines = [counted("llama2", f"{domain}/some", 0.7) for domain in DOMAINS] + [counted("llama2", "code/other", 0.5)]
-    assert RecordedCounts(lines).mean_over_mixture("llama2", 2048, "ids") == pytest.approx(0.25 * 0.6 + 0.75 * 0.7)
+    assert RecordedCounts(lines).mean_rate_of_mixture("llama2", 2048, 3) == pytest.approx(0.25 * 0.6 + 0.75 * 0.7)
 
 
 def test_a_codebook_that_no_window_fills_stands_for_larger_ones():
     counts = RecordedCounts([counted()])
-    assert counts.counts_of_setting("llama3", "code/some", 1024, size=2048) == counts.counts_of_setting(
-        "llama3", "code/some", 1024, size=1024
-    )
-    assert counts.counts_of_setting("llama3", "code/some", 2048, size=1024) is None
-    assert counts.counts_of_setting("llama3", "code/some", 1024, size=512) is None
+    assert counts.rate("llama3", "code/some", 1024, size=2048) == counts.rate("llama3", "code/some", 1024, size=1024)
+    assert counts.rate("llama3", "code/some", 1024, size=1024) == 0.65
+    assert counts.rate("llama3", "code/some", 2048, size=1024) is None
+    assert counts.rate("llama3", "code/some", 1024, size=512) is None
 
 
 def test_latencies_are_shown_with_what_the_codecs_add():

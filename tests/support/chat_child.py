@@ -24,7 +24,7 @@ def main(script: str, *flags: str) -> int:
         from support.fake_engine import FakeEngine, Script
 
         engine = FakeEngine(Script(**json.loads(script)))
-        opening.open_chosen_engine = lambda args, name, *given: engine
+        opening.open_chosen_engine = lambda args, *given: engine
     return cli.main(["chat", *flags])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,11 @@ def outcome(capsys: Any, *first: str) -> Callable[..., tuple[int, str, str]]:
         return (status, *capsys.readouterr())
 
     return command
+
+
+def shown(out: str) -> dict[str, str]:
+    """Returns the figures that a command printed, one per line, by name."""
+    return dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines() if re.match(r"\S.*?  +\S", line))
 
 
 def stay_home(monkeypatch: Any, folder: Path) -> None:

@@ -24,7 +24,6 @@ from pkgutil import iter_modules
 from typing import Any
 
 import torch
-import torch._dynamo  # a dispatch mode imports it at its first operation
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from support.card_graph import Graph
@@ -374,13 +373,13 @@ def _patch_bias(monkeypatch: Any) -> None:
     """Makes PyTorch's causal bias, a tensor of a class of its own, outside of the mode, which it does not bear."""
     from mlx_zip.cuda.network import decoder
 
-    make = decoder.causal_lower_right
+    make = decoder.causal_mask
 
-    def made(*sizes: int) -> Any:
+    def made(*arguments: Any) -> Any:
         with _disable_current_modes():
-            return make(*sizes)
+            return make(*arguments)
 
-    monkeypatch.setattr(decoder, "causal_lower_right", made)
+    monkeypatch.setattr(decoder, "causal_mask", made)
 
 
 def _patch_interpreter(monkeypatch: Any, card: Card) -> None:

@@ -240,8 +240,7 @@ def losing(lost: int, busy: bool, home: Path, folder: Path) -> tuple[int, str, f
 
 def _serve_until(folder: Path, busy: bool, ready: str) -> int:
     """Serves until another machine is lost; returns 2 then, as the commands do."""
-    from mlx_zip.cli.machine_watch import watch_machines
-    from mlx_zip.models.machines import connect_machines
+    from mlx_zip.models.machines import connect_machines, watch_machines
 
     group = connect_machines()
     with watch_machines(group):

@@ -64,7 +64,7 @@ def parse(bench: str, *flags: object) -> tuple[ModuleType, argparse.Namespace]:
 def run(bench: str, *flags: object) -> int:
     """Runs a bench on these flags."""
     module, args = parse(bench, *flags)
-    return module.run(args)
+    return record_fields.run_bench(module.run, args)
 
 
 def small(monkeypatch: Any) -> None:

@@ -19,7 +19,7 @@ from mlx_zip.models.zip_model import Model
 from mlx_zip.packs.entries import Entry
 from mlx_zip.training.prepare.shards import Sample, make_codec_record, write_index, write_shard
 from mlx_zip.training.run import RunOptions
-from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.run_folder import read_metrics
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from support.checkpoints import BASE, VOCAB, decoder_shapes, write_json, write_tokenizer
 from support.tiny import base_ids

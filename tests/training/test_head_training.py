@@ -23,7 +23,7 @@ from mlx_zip.packs.pack import Pack
 from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.head_training import HeadTrainee
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.run_folder import read_metrics
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.stepper import to_mlx_arrays
 from support.generating import plain_model
@@ -102,6 +102,19 @@ def test_the_loss_is_the_cross_entropy_with_what_the_model_says(family, mode, ca
     samples = [make_sample(params, base_ids(length, seed=length), masked=[2, 5]) for length in (26, 9)]
     options = {"canonical": canonical, "base_positions": mode == "base_token_end"}
     agree(HeadTrainee(model, 48, DEPTH, tuned), samples, params, **options)
+
+
+def test_entries_of_a_pack_without_tuned_rows_have_the_encoders_rows():
+    model = random_model(tiny_config("llama")).eval()
+    params = replace(model.config.codec_params, start=START)
+    samples = [make_sample(params, base_ids(length, seed=length), masked=[2, 5]) for length in (26, 9)]
+    arrays = make_batch(samples, params)
+    mx.random.seed(1)
+    without = HeadTrainee(model, 48).eval()
+    mx.random.seed(1)
+    untuned = HeadTrainee(model, 48, pack=Pack(START)).eval()
+    found = [float(one.losses(to_mlx_arrays(one.prepare_batch(arrays)))["nats"]) for one in (without, untuned)]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_a_plain_models_head_learns_to_propose_what_the_model_would_say():

@@ -19,7 +19,7 @@ from mlx_zip.packs.tuned import TunedRows
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.pack_tuning import tune_pack
 from mlx_zip.training.prepare.text_windows import CompressedTexts
-from mlx_zip.training.run_metrics import METRICS_FILE, read_metrics
+from mlx_zip.training.run_folder import METRICS_FILE, read_metrics
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, PackTrainee, Trainee
 from mlx_zip.training.steps.stepper import to_mlx_arrays

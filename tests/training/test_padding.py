@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.run_folder import read_metrics
 from mlx_zip.training.steps.batches import COARSE_PADDING, FINE_PADDING, make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee
 from mlx_zip.training.steps.stepper import to_mlx_arrays

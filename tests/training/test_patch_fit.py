@@ -26,7 +26,7 @@ from mlx_zip.training.patch_training import (
     fit_patch_model,
     train_patch_model,
 )
-from mlx_zip.training.run_metrics import MetricsLog, read_metrics
+from mlx_zip.training.run_folder import MetricsLog, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower, hierarchical_flops
 from mlx_zip.vocab.hbpe.patch_text import (
@@ -37,6 +37,7 @@ from mlx_zip.vocab.hbpe.patch_text import (
     read_text_encoder,
     token_bytes_by_id,
 )
+from support.command_line import shown
 from support.tiny_vocabularies import write_folder, write_pair
 
 TEXTS = ["the cat and the dog: ¿qué?", "the dog and 12 cats", "a cat, a dog, 😀 and 123"] * 4
@@ -302,7 +303,7 @@ def test_a_model_is_fitted_measured_and_writes(command, tmp_path, data):
     status, out, _ = command("fit", tmp_path / "run", *data, *SMALL, "--valid", data[1])
     model = tmp_path / "run" / "model"
     assert (status, out.splitlines()[0]) == (0, str(model))
-    assert "bits per byte: 12 documents" in out.splitlines()[1]
+    assert shown(out)["documents"] == "12"
     status, out, _ = command("evaluate", model, *data, "--json")
     assert status == 0
     assert json.loads(out)["bytes"] == sum(len(text.encode()) for text in TEXTS)

@@ -20,7 +20,7 @@ from mlx_zip.training.patch_training import (
     sum_window_nats,
     train_patch_model,
 )
-from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.run_folder import read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe.measures import Tower
 from mlx_zip.vocab.hbpe.patch_merges import MARK

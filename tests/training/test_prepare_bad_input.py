@@ -14,9 +14,9 @@ import pytest
 from mlx_zip.cli import main
 from mlx_zip.errors import DataError
 from mlx_zip.files import try_lock_folder
-from mlx_zip.training.prepare import sharding
+from mlx_zip.training.prepare import preparation
 from mlx_zip.training.prepare.mixture import load_mixture
-from mlx_zip.training.prepare.sharding import ShardMaker
+from mlx_zip.training.prepare.preparation import ShardMaker
 from support.prepared import prepared, stories, texts, tokenizer_folder, tree, write_lines
 
 
@@ -238,11 +238,11 @@ def test_the_working_folder_is_a_data_set_too(tmp_path, monkeypatch):
 @pytest.mark.parametrize("before", [signal.SIG_IGN, signal.default_int_handler])
 def test_a_worker_ignores_ctrl_c_if_its_parent_does(before, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # which `start_worker` sets
-    monkeypatch.setattr(sharding, "_maker", None)
-    monkeypatch.setattr(sharding, "ShardMaker", lambda *_: None)
+    monkeypatch.setattr(preparation, "_maker", None)
+    monkeypatch.setattr(preparation, "ShardMaker", lambda *_: None)
     found = signal.signal(signal.SIGINT, before)
     try:
-        sharding.start_worker(None)  # type: ignore[arg-type]
+        preparation.start_worker(None)  # type: ignore[arg-type]
         assert signal.getsignal(signal.SIGINT) == (signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL)
     finally:
         signal.signal(signal.SIGINT, found)

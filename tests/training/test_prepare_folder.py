@@ -7,7 +7,7 @@ import pytest
 
 from mlx_zip.errors import DataError
 from mlx_zip.packs.entries import write_entries
-from mlx_zip.training.prepare import sharding
+from mlx_zip.training.prepare import preparation
 from mlx_zip.training.prepare.shards import PreparedShards
 from support.prepared import (
     PACK,
@@ -33,7 +33,7 @@ def test_a_run_that_was_stopped_anywhere_is_completed_to_the_same_bytes(tmp_path
     write_entries(tmp_path / "pack.json", entries_of(*PACK), 3)
     options = {"shard_samples": 4, "limit": 40, "pack": tmp_path / "pack.json", "start_draw": 2}
     prepared(tmp_path / "whole", data, **options)
-    place = sharding.ShardMaker if stage == "make_shard" else sharding
+    place = preparation.ShardMaker if stage == "make_shard" else preparation
     real, calls = getattr(place, stage), []
 
     def stop(*args):
@@ -50,9 +50,9 @@ def test_a_run_that_was_stopped_anywhere_is_completed_to_the_same_bytes(tmp_path
         PreparedShards(tmp_path / "out")
     monkeypatch.setattr(place, stage, real)
     makes = []
-    make = sharding.ShardMaker.make_shard
+    make = preparation.ShardMaker.make_shard
     monkeypatch.setattr(
-        sharding.ShardMaker, "make_shard", lambda self, chunk: makes.append(chunk.number) or make(self, chunk)
+        preparation.ShardMaker, "make_shard", lambda self, chunk: makes.append(chunk.number) or make(self, chunk)
     )
     prepared(tmp_path / "out", data, **options)
     assert min(makes) == 2  # the finished ones are kept
@@ -63,7 +63,7 @@ def test_a_run_stopped_after_the_index_is_tidied_and_not_repeated(tmp_path, data
     before = tree_after(tmp_path / "out", data)
     (tmp_path / "out" / "shard-00000.json").write_text("{}")
     (tmp_path / "out" / "shard-00009.ids.npy").write_bytes(b"left over")
-    monkeypatch.setattr(sharding.ShardMaker, "make_shard", None)
+    monkeypatch.setattr(preparation.ShardMaker, "make_shard", None)
     assert tree_after(tmp_path / "out", data) == before
 
 

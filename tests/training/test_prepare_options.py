@@ -8,7 +8,7 @@ import pytest
 from mlx_zip.errors import DataError
 from mlx_zip.text import sources
 from mlx_zip.text.sources import Source
-from mlx_zip.training.prepare import sharding
+from mlx_zip.training.prepare import preparation
 from mlx_zip.training.prepare.plan import PrepareOptions
 from mlx_zip.training.prepare.preparation import prepare_data
 from support.prepared import (
@@ -92,7 +92,7 @@ def test_wrong_and_empty_records_are_reported_counted_and_skipped(tmp_path, caps
 
 
 def test_wrong_records_that_are_too_many_to_name_are_counted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sharding, "MOST_NOTES", 2)
+    monkeypatch.setattr(preparation, "MOST_NOTES", 2)
     data = write_lines(tmp_path / "d.jsonl", ["{", {"text": "a."}, "{", "{", "{"])
     prepared(tmp_path / "out", data)
     assert [line.split(": ")[0] for line in capsys.readouterr().err.splitlines()] == [

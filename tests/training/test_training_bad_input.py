@@ -22,7 +22,7 @@ from mlx_zip.packs.entries import write_entries
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.prepare.shards import PreparedShards, make_codec_record, write_index, write_shard
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import METRICS_FILE
+from mlx_zip.training.run_folder import METRICS_FILE
 from mlx_zip.training.trainer import Trainer
 from support.tiny_training import TOKENS, make_sample, options, settings, text_ids, write_plain
 

@@ -23,7 +23,7 @@ from mlx_zip.training import trainer
 from mlx_zip.training.prepare.shards import PreparedShards
 from mlx_zip.training.run import train
 from mlx_zip.training.run_data import JoinedFolders
-from mlx_zip.training.run_metrics import MetricsLog, plot_training_curves, read_metrics
+from mlx_zip.training.run_folder import MetricsLog, plot_training_curves, read_metrics
 from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, setting_help_text
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.objective import LossWeights, Trainee

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import read_metrics
+from mlx_zip.training.run_folder import read_metrics
 from support.processes import Command, wait_all
 from support.several_machines import ring
 from support.tiny_training import ENCODER, losses, options, settings, write_plain, write_shards

@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_zip.training.checkpoints import Progress
-from mlx_zip.training.loop import free_cached_memory, train_to_step
 from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.trainer import free_cached_memory, train_to_step
 
 
 class Job:

@@ -41,6 +41,15 @@ def test_data_of_another_codec_than_the_zip_models_are_refused(tmp_path):
         train(options(tmp_path / "run", model=str(first.out / "model"), data=[other]), settings(), quiet=True)
 
 
+def test_a_zip_model_is_not_trained_on_data_without_a_codebook(tmp_path):
+    first = options(tmp_path / "first")
+    train(first, settings(iters=1), quiet=True)
+    other = write_shards(tmp_path / "other", replace(CODEC, codebook_size=0))
+    with pytest.raises(TrainingError, match="another codec"):
+        train(options(tmp_path / "run", model=str(first.out / "model"), data=[other]), settings(), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_zip_model_takes_over_the_codebook_size_and_longer_entries_of_its_data(tmp_path):
     first = options(tmp_path / "first")
     train(first, settings(iters=1), quiet=True)

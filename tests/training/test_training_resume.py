@@ -22,7 +22,7 @@ import pytest
 from mlx_zip.training import trainer
 from mlx_zip.training.checkpoints import list_checkpoints
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import METRICS_FILE, MetricsLog, read_metrics
+from mlx_zip.training.run_folder import METRICS_FILE, MetricsLog, read_metrics
 from mlx_zip.training.steps.batches import order_batches, start_batch_workers
 from mlx_zip.training.steps.stepper import Stepper
 from support.crashing import crash_after

@@ -19,8 +19,9 @@ from mlx_zip.progress import ProgressBar
 from mlx_zip.training.checkpoints import Progress, list_checkpoints
 from mlx_zip.training.run import train
 from mlx_zip.training.run_data import JoinedFolders, count_held_out, split_held_out
-from mlx_zip.training.run_metrics import read_metrics
-from mlx_zip.training.run_summary import expand_sample, training_hint_lines
+from mlx_zip.training.run_folder import read_metrics
+from mlx_zip.training.run_summary import training_hint_lines
+from mlx_zip.training.trainer import expand_sample
 from support.crashing import crash_after
 from support.same_numbers import assert_same_losses
 from support.tiny_training import PLAIN, losses, options, settings, write_shards

@@ -22,11 +22,10 @@ from mlx_zip import MlxZipError
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import try_lock_folder
 from mlx_zip.training.checkpoints import list_checkpoints
-from mlx_zip.training.loop import train_to_step
 from mlx_zip.training.run import train
-from mlx_zip.training.run_metrics import MetricsLog, read_metrics
+from mlx_zip.training.run_folder import MetricsLog, read_metrics
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
-from mlx_zip.training.trainer import Trainer
+from mlx_zip.training.trainer import Trainer, train_to_step
 from support.crashing import crash_after
 from support.slow_cases import slow_but
 from support.tiny_training import (

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_zip.cli import main
 from mlx_zip.errors import DataError
-from mlx_zip.training.prepare.sharding import ShardMaker
+from mlx_zip.training.prepare.preparation import ShardMaker
 from support.prepared import expanded, ids_of, prepared, stories, texts, tree
 from support.tiny_training import options, write_plain, write_shards
 

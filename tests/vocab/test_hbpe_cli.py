@@ -8,7 +8,7 @@ from mlx_zip.bench.__main__ import main as bench
 from mlx_zip.vocab.hbpe.patch_merges import learn_merges
 from mlx_zip.vocab.hbpe.patch_table import PatchTable
 from mlx_zip.vocab.hbpe.patch_text import read_token_bytes
-from support.command_line import outcome
+from support.command_line import outcome, shown
 from support.tiny_vocabularies import SIZE, TEXT, write_folder, write_pair, write_ranks
 
 
@@ -36,11 +36,13 @@ def test_a_table_is_learned_shown_and_used(run, tmp_path, tokenizer, text):
     assert "merges were learned from 3 tokens that did not fit" in out  # "the", " the" and "123"
     status, out, _ = run("show", table)
     assert status == 0
-    assert out.startswith(f"{SIZE + 1} tokens, the longest of 4 bytes, in patches of at most 3 symbols (stop)\n")
+    figures = shown(out)
+    assert (figures["tokens"], figures["longest token bytes"]) == (f"{SIZE + 1}", "4")
+    assert (figures["patch size"], figures["mode"]) == ("3", "stop")
     status, out, _ = run("encode", table, "--data", text, "--tokenizer", tokenizer, "--show", 1)
     assert status == 0
-    assert out.splitlines()[0].startswith(f"{len(TEXT)} bytes -> ")
-    assert out.splitlines()[2].split()[-1] == "256"
+    assert shown(out)["text bytes"] == str(len(TEXT))
+    assert out.splitlines()[-1].split()[-1] == "256"
 
 
 def test_json_holds_what_the_library_gives(run, tmp_path, tokenizer, text):

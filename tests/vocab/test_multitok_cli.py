@@ -5,11 +5,12 @@ import signal
 
 import pytest
 
-from mlx_zip.cli.vocab.multitok_texts import Texts
 from mlx_zip.packs.pack import load_pack
-from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite_ids
+from mlx_zip.text import documents
+from mlx_zip.text.documents import read_corpus
+from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Words, prune, rewrite_ids
 from support import tiny_text
-from support.command_line import outcome, runner
+from support.command_line import outcome, runner, shown
 from support.tiny_vocabularies import write_folder
 
 SAMPLES = ["the cat and the dog and the cat and the dog", "the cat and the dog", "", "the dog and the cat", "a cat"]
@@ -43,7 +44,8 @@ def test_train_learns_what_the_library_does(run, encoded, window):
     assert (status, err) == (0, "")
     assert Dictionary.load("a.mtok").phrases == dictionary.phrases
     assert encoded("ids.jsonl") == ids.to_lists()
-    assert f"4 samples: 23 units -> {len(ids.ids)} tokens" in out
+    figures = shown(out)
+    assert [figures[name] for name in ("samples", "corpus units", "corpus tokens")] == ["4", "23", str(len(ids.ids))]
 
 
 @pytest.mark.parametrize("mode", ["published", "single", "parent", "reencode"])
@@ -59,16 +61,6 @@ def test_train_prunes_and_rewrites_as_the_library_does(run, encoded, mode):
     assert Dictionary.load("a.mtok").phrases == pruned.phrases
     assert record["trained"]["corpus_tokens"] == len(ids.ids)
     assert record["pruned"]["corpus_tokens"] == Dictionary.load("a.mtok").totals.tokens == len(again.ids)
-
-
-def test_batches_change_nothing(run, encoded, monkeypatch):
-    monkeypatch.setattr("mlx_zip.cli.vocab.multitok_texts.BATCH", 6)
-    flags = ("--prune", 1, "--fraction", 80, "--encoded")
-    run("train", "--data", "some.jsonl", "--out", "a.mtok", *flags, "small.jsonl")
-    monkeypatch.setattr("mlx_zip.cli.vocab.multitok_texts.BATCH", 600)
-    run("train", "--data", "some.jsonl", "--out", "b.mtok", *flags, "large.jsonl")
-    assert encoded("small.jsonl") == encoded("large.jsonl")
-    assert Dictionary.load("a.mtok").phrases == Dictionary.load("b.mtok").phrases
 
 
 def test_a_fraction_learns_from_the_first_samples_alone(run, encoded):
@@ -107,7 +99,8 @@ def test_encode_prints_a_list_of_ids_for_each_sample(run, encoded):
         "ratio": sum(map(len, expected)) / 23,
         "ids": expected,
     }
-    assert "4 samples" in run("encode", "a.mtok", "--data", "some.jsonl", "--window", 2, "--out", "ids.jsonl")[1]
+    out = run("encode", "a.mtok", "--data", "some.jsonl", "--window", 2, "--out", "ids.jsonl")[1]
+    assert shown(out)["samples"] == "4"
     assert encoded("ids.jsonl") == expected
 
 
@@ -153,7 +146,7 @@ def test_training_reports_the_rate_of_held_out_texts(run, tmp_path):
         encode = ("encode", "a.mtok", "--data", "more.txt", "--unk-id", 0, "--json")
         assert told == {name: json.loads(run(*encode)[1])[name] for name in told}
         assert told["units"] == 5
-    assert "held out; 20.00% of the units are unknown" in run(*words, "--held-out", "more.txt")[1]
+    assert shown(run(*words, "--held-out", "more.txt")[1])["unknown share"] == "0.2"
     assert "--held-out FILE measures others" in run(*words)[1]
 
 
@@ -206,7 +199,7 @@ def test_the_ids_of_a_tokenizer_can_be_the_units(run, tmp_path):
         (("encode", "a.mtok"), "encode needs --data"),
         (("stats", "a.mtok", "--show", -1), "--show must be at least 0"),
         (("train", "--data", "some.jsonl", "--out", "a.mtok", "--prune-mode", "single"), "--prune K"),
-        (("train", "--data", "some.jsonl", "--out", "a.mtok", "--prune", -1), "at_most"),
+        (("train", "--data", "some.jsonl", "--out", "a.mtok", "--prune", -1), "--prune must be at least 0"),
         (("train", "--data", "some.jsonl", "--out", "a.mtok", "--fraction", 101), "percent"),
         (("train", "--data", "some.jsonl", "--out", "a.mtok", "--fraction", "nan"), "percent"),
         (("train", "--data", "some.jsonl", "--out", "a.mtok", "--window", -1), "--window"),
@@ -294,35 +287,36 @@ def test_what_is_no_codebook_is_not_exported(run, tmp_path):
         assert not (tmp_path / "a.npz").exists()
 
 
-# ---- texts that are no longer the same, and signals
+# ---- texts are read once, and signals
 
 
-@pytest.mark.parametrize("more", ["the dog and the cat", "the zebra"])
 @pytest.mark.parametrize("flags", [("--fraction", 50), ("--prune", 1), ("--prune", 1, "--prune-mode", "parent")])
-def test_a_text_that_changes_between_two_readings_is_told(run, tmp_path, monkeypatch, flags, more):
-    def read(texts):
-        yield from whole(texts)
+def test_a_text_that_changes_after_it_was_read_changes_nothing(run, encoded, monkeypatch, flags):
+    def read(*given):
+        corpus = read_corpus(*given)
         with open("some.jsonl", "a") as file:
-            file.write(json.dumps({"text": more}) + "\n")
+            file.write(json.dumps({"text": "the zebra"}) + "\n")
+        return corpus
 
-    whole = Texts._documents
-    monkeypatch.setattr(Texts, "_documents", read)
-    status, out, err = run("train", "--data", "some.jsonl", *flags, "--out", "a.mtok", "--encoded", "ids.jsonl")
-    assert (status, out) == (2, "")
-    assert err == "error: some.jsonl: changed while the command read it; run it again\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["some.jsonl"]
+    train = ("train", "--data", "some.jsonl", *flags)
+    run(*train, "--out", "a.mtok", "--encoded", "a.jsonl")
+    monkeypatch.setattr(documents, "read_corpus", read)
+    status, _, err = run(*train, "--out", "b.mtok", "--encoded", "b.jsonl")
+    assert (status, err) == (0, "")
+    assert encoded("a.jsonl") == encoded("b.jsonl")
+    assert Dictionary.load("a.mtok").phrases == Dictionary.load("b.mtok").phrases
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_nothing_half_written(run, tmp_path, monkeypatch, number):
-    def read(texts):
-        for item in whole(texts):
+    def iterate(samples):
+        for item in whole(samples):
             yield item
             signal.raise_signal(number)
 
-    whole, before = Texts._documents, signal.getsignal(number)
+    whole, before = Samples.__iter__, signal.getsignal(number)
     run("train", "--data", "some.jsonl", "--out", "a.mtok")
-    monkeypatch.setattr(Texts, "_documents", read)
+    monkeypatch.setattr(Samples, "__iter__", iterate)
     status, _, _ = run("encode", "a.mtok", "--data", "some.jsonl", "--out", "ids.jsonl")
     assert status == 128 + number
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.mtok", "some.jsonl"]

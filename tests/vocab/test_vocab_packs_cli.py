@@ -16,6 +16,7 @@ from mlx_zip.text.sources import Source
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.prepare.text_windows import encode_sources
 from support import tiny_text
+from support.command_line import shown
 from support.prepared import tokenizer_folder
 
 MODEL = "llama_transformer_tied_lora"
@@ -61,7 +62,8 @@ def test_a_pack_is_learned_shown_and_merged(run, learn, tmp_path):
     best = json.loads(out)["best"]
     assert [one["base_ids"] for one in best] == [list(entry) for entry in pack.entries[:3]]
     assert all(one["text"] in TEXT and one["uses"] > 1 for one in best)
-    assert run("vocab", "pack", "show", "a.npz")[1].startswith(f"a.npz: {len(pack.entries)} entries of 2 to 4 base ids")
+    figures = shown(run("vocab", "pack", "show", "a.npz")[1])
+    assert (figures["entries"], figures["longest"]) == (str(len(pack.entries)), "4")
     learn("b.npz", "--tokenizer", tokenizer, "--size", 5, "--merge-size", 2)
     status, out, _ = run("vocab", "pack", "merge", "a.npz", "b.npz", "--out", "c.npz", "--size", 8, "--json")
     assert (status, json.loads(out)["entries"]) == (0, 8)
@@ -77,7 +79,7 @@ def test_held_out_texts_are_measured_and_drawn(run, learn, tmp_path):
     assert held_out["ids"] < held_out["ids_without"] < held_out["base_ids"]
     assert held_out["texts"] == ["new.txt"]
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
-    assert "held out: " in run("vocab", "pack", "show", "a.npz", "--plot", "b.png")[1]
+    assert "\nheld out:\n" in run("vocab", "pack", "show", "a.npz", "--plot", "b.png")[1]
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     told = learn("b.npz", *flags)
     assert load_pack("b.npz").entries == load_pack("a.npz").entries
@@ -119,7 +121,8 @@ def test_a_pack_ends_where_a_row_of_the_head_costs_more_than_it_saves(run, learn
     assert priced["entries"] < whole["entries"]
     assert priced["steps_cost"] == pytest.approx(priced["ids"] * (1 + 0.05 * priced["entries"]))
     assert "head_cost" not in whole
-    assert "a row costs 5.00e-02 of a step" in run("vocab", "pack", "show", "b.npz")[1]
+    figures = shown(run("vocab", "pack", "show", "b.npz")[1])
+    assert (figures["head cost"], "speedup" in figures) == ("0.05", True)
     by_model = learn("c.npz", "--model", model, "--size", 12, "--head-cost", "model")
     arrays = load_file(model / "model.safetensors")
     read = sum(x.nbytes for name, x in arrays.items() if not name.startswith(("input_enc", "output_enc")))

@@ -18,16 +18,15 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
 from mlx_zip.bench.engines.mlx_engines import weight_bytes
-from mlx_zip.bench.recording import print_record
 from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.engine.mlx.scoring import compress_row, context_limit, score_rows
 from mlx_zip.errors import DataError, MlxZipError
@@ -44,11 +43,8 @@ CONTEXT = 1024
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench adapt_model` to a parser."""
     add = parser.add_argument
-    add(
-        "--model",
-        default="stories-base",
-        help="plain or zip2zip model to adapt: a folder or the name of a bundled model (default: stories-base)",
-    )
+    flag = default_flags(add)
+    flag("--model", "stories-base", "plain or zip2zip model to adapt: a folder or the name of a bundled model")
     add(
         "--train",
         nargs="+",
@@ -64,14 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="held-out texts to measure bits per byte on; each NAME must also be in --train",
     )
     add_separator_flag(add)
-    add(
-        "--shares",
-        nargs="+",
-        type=float,
-        default=[0.25, 0.5, 0.75],
-        metavar="SHARE",
-        help="shares of the tokenizer's merges to keep, between 0 and 1 (default: 0.25 0.5 0.75)",
-    )
+    flag("--shares", [0.25, 0.5, 0.75], "shares of the tokenizer's merges to keep, between 0 and 1", metavar="SHARE")
     add(
         "--methods",
         nargs="+",
@@ -82,11 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_limit_bytes_flag(add, "each text of --test")
     add_limit_bytes_flag(add, "each text of --train", "--limit-train-bytes")
-    add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
+    flag("--batch-size", 8, "windows per model call")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per text, share and method. Raises `MlxZipError` if a flag or file cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per text, share and method. Raises `MlxZipError` if a flag or file cannot be used."""
     if not args.train:
         raise MlxZipError("--train is missing")
     if wrong := [share for share in args.shares if not 0 < share < 1]:
@@ -99,34 +88,25 @@ def run(args: argparse.Namespace) -> int:
     for name, corpus in train.items():
         words = count_words(models.base.splitter, [document.text for document in corpus.documents])
         whole = models.score(models.folder, test[name].documents)
+        head = {"bench": "adapt_model", "model": models.folder.name, "text": name}
         texts = {"train_bytes": corpus.n_bytes, "test": corpus_record(test[name])}
-        models.print_record(name, models.make_record(whole, whole) | texts)
+        yield head | models.make_record(whole, whole) | texts
         for share in args.shares:
             for method in args.methods:
-                models.print_record(
-                    name, models.adapt_and_score(words, share, method, test[name].documents, whole) | texts
-                )
-    return 0
+                yield head | models.adapt_and_score(words, share, method, test[name].documents, whole) | texts
 
 
 @dataclass(frozen=True)
 class ModelScore:
-    """A model's score on a text, and the model's size.
+    """A model's score on a text. record: fields of the record, with the model's size. bits_per_byte: not rounded.
 
-    ids: number of ids that the model reads. tokens: number of base ids. file_bytes: size of the weight files.
-    weight_bytes: bytes of weights that a decoding step reads. spans: for each document, the (first byte, end) of each
-    token. bits: for each document, the bits of each token. spans and bits are empty for a zip2zip model, and if a
-    document fills several windows.
+    spans: for each document, the (first byte, end) of each token. bits: for each document, the bits of each token. Both
+    are empty for a zip2zip model, and if a document fills several windows.
     """
 
     bits_per_byte: float
-    standard_error: float | None
-    ids: int
-    tokens: int
     n_bytes: int
-    file_bytes: int
-    weight_bytes: int
-    vocab_size: int
+    record: Mapping[str, Any]
     spans: tuple[Any, ...] = ()
     bits: tuple[Any, ...] = ()
 
@@ -168,16 +148,24 @@ class AdaptedModels:
         bits = np.array([count_window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
         by_document = not has_hypertokens(model) and len(windows.windows) == len(documents)
+        whole, error = float(bits.sum() / n_bytes.sum()), ratio_standard_error(bits, n_bytes)
+        tokens = sum(len(window.base_ids) for window in windows.windows)
+        record = {
+            "vocab_size": model.layout.vocab_size if has_hypertokens(model) else model.args.vocab_size,
+            "bits_per_byte": round(whole, 5),
+            "standard_error": None if error is None else round(error, 5),
+            "utility": round(1 - tokens / int(n_bytes.sum()), 5),
+            "tokens": tokens,
+            "ids": sum(len(row.ids) - 1 for row in rows),
+            "file_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+            "step_weight_bytes": weight_bytes(model),
+        }
+        spans = tuple(token_spans(tokenizer, document.text) for document in documents) if by_document else ()
         return ModelScore(
-            float(bits.sum() / n_bytes.sum()),
-            ratio_standard_error(bits, n_bytes),
-            sum(len(row.ids) - 1 for row in rows),
-            sum(len(window.base_ids) for window in windows.windows),
+            whole,
             int(n_bytes.sum()),
-            sum(file.stat().st_size for file in folder.glob("*.safetensors")),
-            weight_bytes(model),
-            model.layout.vocab_size if has_hypertokens(model) else model.args.vocab_size,
-            tuple(token_spans(tokenizer, document.text) for document in documents) if by_document else (),
+            record,
+            spans,
             tuple(-row.logprobs / math.log(2) for row in scored) if by_document else (),
         )
 
@@ -192,23 +180,11 @@ class AdaptedModels:
             "share": 1,
             "merges": self.base.n_merges,
             "method": "whole list",
-            "vocab_size": found.vocab_size,
             "virtual": len(kept.virtual) if kept is not None and kept.method == "adapt" else 0,
-            "bits_per_byte": round(found.bits_per_byte, 5),
-            "standard_error": None if found.standard_error is None else round(found.standard_error, 5),
+            **found.record,
             "change": round(found.bits_per_byte / whole.bits_per_byte - 1, 5),
-            "utility": round(1 - found.tokens / found.n_bytes, 5),
-            "tokens": found.tokens,
-            "ids": found.ids,
-            "file_bytes": found.file_bytes,
-            "step_weight_bytes": found.weight_bytes,
             "where": bits_on_split_tokens(found, whole) if found.bits and whole.bits else None,
         }
-
-    def print_record(self, name: str, line: dict[str, Any]) -> None:
-        """Prints a record as a JSON line, with the names of model and text and with the machine."""
-        head = {"bench": "adapt_model", "model": self.folder.name, "text": name}
-        print_record({**head, **line})
 
 
 def convert_model_for_vocabulary(model: Path, vocabulary: Path, out: Path) -> None:

@@ -14,13 +14,13 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import print_record, run_in_turns, summarize_samples
+from mlx_zip.arguments import check_flags_at_least, default_flags
+from mlx_zip.bench.recording import run_in_turns, summarize_samples, time_call
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapt_vocabulary, count_words
@@ -33,6 +33,7 @@ from mlx_zip.vocab.adaptbpe.tokenizer_json import exact_tokenizer_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench adaptbpe` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add(
         "--tokenizer",
         required=True,
@@ -53,26 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="held-out texts to count tokens in; each NAME must also be in --train",
     )
-    add(
-        "--merges",
-        type=int,
-        nargs="+",
-        default=[2000, 5000, 15000],
-        metavar="N",
-        help="numbers of merges to keep, measured one by one (default: 2000 5000 15000)",
-    )
-    add(
-        "--margin",
-        type=int,
-        default=0,
-        metavar="N",
-        help="make a swap of merges only if it saves more than N tokens of --train (default: 0)",
-    )
-    add("--trials", type=int, default=5, help="timed calls per measurement (default: 5)")
+    flag("--merges", [2000, 5000, 15000], "numbers of merges to keep, measured one by one", metavar="N")
+    flag("--margin", 0, "make a swap of merges only if it saves more than N tokens of --train", metavar="N")
+    flag("--trials", 5, "timed calls per measurement")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measures and prints a JSON line per text and number of merges, and one per text for the speed of encoding.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per text and number of merges, and one per text for the speed of encoding.
 
     Raises `MlxZipError` if a flag is invalid, before anything is measured.
     """
@@ -84,10 +72,10 @@ def run(args: argparse.Namespace) -> int:
     if base.splitter.pieces not in PIECES:
         raise MlxZipError(f"{base.name}: its text is cut by the tokenizers library, so there is no speed to compare")
     for name in train:
+        head = {"bench": "adaptbpe", "text": name, "base": base.name}
         for n in args.merges:
-            print_measurement(name, base, measure_utility(base, train[name], test[name], n, args.margin, args.trials))
-        print_measurement(name, base, measure_encoding(base, train[name], min(args.merges), args.trials))
-    return 0
+            yield head | measure_utility(base, train[name], test[name], n, args.margin, args.trials)
+        yield head | measure_encoding(base, train[name], min(args.merges), args.trials)
 
 
 def join_texts(texts: list[str]) -> dict[str, str]:
@@ -139,11 +127,11 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
     if not np.array_equal(whole.adapted_ids_of(base.ids)[plain.encode(data)], theirs):
         raise MlxZipError(f"{base.name}: the tokenizers library gives other ids, so speeds do not compare")
     ways: dict[str, Callable[[], float]] = {  # each encodes the text once and returns the seconds
-        "tokenizers": lambda: time_call(lambda: library.encode_batch_fast([text])),
-        "whole_list": lambda: time_call(lambda: plain.encode(data)),
-        "whole_list_fresh": lambda: time_encoding(base.encoder(), data),
-        "adapted": lambda: time_call(lambda: kept.encoder.encode(data)),
-        "adapted_fresh": lambda: time_encoding(BpeEncoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
+        "tokenizers": lambda: time_call(library.encode_batch_fast, [text]),
+        "whole_list": lambda: time_call(plain.encode, data),
+        "whole_list_fresh": lambda: time_call(base.encoder().encode, data),
+        "adapted": lambda: time_call(kept.encoder.encode, data),
+        "adapted_fresh": lambda: time_call(BpeEncoder(kept.merges, kept.schedule, kept.encoder.pieces).encode, data),
     }
     speeds = run_in_turns({name: lambda trial, way=way: len(data) / way() / 1e6 for name, way in ways.items()}, trials)
     return {
@@ -157,23 +145,9 @@ def measure_encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> di
     }
 
 
-def time_encoding(encoder: BpeEncoder, data: bytes) -> float:
-    return time_call(lambda: encoder.encode(data))
-
-
-def time_call(call: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
-
-
 def build_library_tokenizer(whole: AdaptedVocabulary, base: BaseVocabulary) -> Any:
     """Returns a tokenizer of the `tokenizers` library with the whole merge list; limits the library to one core."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(json.dumps(exact_tokenizer_json(whole, base.source)))
-
-
-def print_measurement(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
-    print_record({"bench": "adaptbpe", "text": name, "base": base.name, **record})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import new_figure
 from mlx_zip.bench.records import (
     Cell,
+    Columns,
     Record,
     Records,
     column_table,
     machines_table,
+    make_column_table,
     median_and_range,
     table,
 )
@@ -52,16 +54,13 @@ LISTS = {"gpt2": "GPT-2", "cl100k_base": "cl100k"}
 COLUMNS = {"first_k": "first-k", "top_k": "top-k", "replay": "adapted"}  # keys of `bench adaptbpe`
 
 
-UTILITY, ENCODING = "utility", "encoding"  # values of a line's field `what`
-
-
-def lines_measuring(what: str) -> Callable[[Sequence[Record]], Iterator[Record]]:
-    return lambda lines: (line for line in lines if line["what"] == what)
+def lines_measuring(what: str, lines: Sequence[Record]) -> list[Record]:
+    return [line for line in lines if line["what"] == what]
 
 
 def utility_table(records: Records) -> str:
     rows, shown = [], ""
-    for line in lines_measuring(UTILITY)(records.lines("adaptbpe")):
+    for line in lines_measuring("utility", records.lines("adaptbpe")):
         first = line["text"] != shown
         shown = line["text"]
         found = bold_best([line["utility"][name] for name in COLUMNS])
@@ -77,7 +76,7 @@ def bold_best(values: Sequence[float]) -> list[str]:
 
 
 def _speed_table(records: Records) -> str:
-    lines = list(lines_measuring(ENCODING)(records.lines("adaptbpe")))
+    lines = lines_measuring("encoding", records.lines("adaptbpe"))
     heads = {
         "tokenizers": "`tokenizers`",
         "whole_list": "whole list",
@@ -112,32 +111,23 @@ def _bits_cell(line: Record | None) -> str:
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 
-def split_token_bits_table(records: Records) -> str:
-    rows = []
-    for (text, _), shares in group_adapted_models(records.lines("adapt_model")).items():
-        for share, methods in _shares_below_1(shares):
-            line = methods.get("adapt")
-            if line is not None and line["where"]:
-                rows.append([TEXTS.get(text, text), f"{share:.0%}", *split_token_cells(line)])
-    header = [
-        "text",
-        "merges kept",
-        "text in split tokens",
-        "their tokens",
-        "bits per byte on them",
-        "on all the others",
-    ]
-    return table(header, rows)
+def text_label(line: Record) -> str:
+    name: str = line["text"]
+    return TEXTS.get(name, name)
 
 
-def split_token_cells(line: Record) -> list[str]:
-    where, n_bytes = line["where"], line["test"]["bytes"]
-    before, after = where["bits_per_byte_before"], where["bits_per_byte_after"]
-    return [
-        f"{where['split_bytes'] / n_bytes:.1%}",
-        f"{where['tokens_before']:,} to {where['tokens_after']:,}",
-        *(f"{before[side]:.3f} to {after[side]:.3f}" for side in ("split", "same")),
-    ]
+def adapted_lines(lines: Sequence[Record]) -> list[Record]:
+    return [line for line in lines if line["method"] == "adapt" and line["where"]]
+
+
+SPLIT_COLUMNS: Columns = (
+    ("text", text_label),
+    ("merges kept", "{share:.0%}"),
+    ("text in split tokens", lambda line: f"{line['where']['split_bytes'] / line['test']['bytes']:.1%}"),
+    ("their tokens", "{where[tokens_before]:,} to {where[tokens_after]:,}"),
+    ("bits per byte on them", "{where[bits_per_byte_before][split]:.3f} to {where[bits_per_byte_after][split]:.3f}"),
+    ("on all the others", "{where[bits_per_byte_before][same]:.3f} to {where[bits_per_byte_after][same]:.3f}"),
+)
 
 
 def _over_top_k_table(records: Records) -> str:
@@ -145,7 +135,7 @@ def _over_top_k_table(records: Records) -> str:
 
     Cells are differences of utility in percentage points.
     """
-    lines = list(lines_measuring(UTILITY)(records.lines("adaptbpe-wide")))
+    lines = lines_measuring("utility", records.lines("adaptbpe-wide"))
     sizes = sorted({line["merges"] for line in lines})
     found: dict[tuple[str, str], dict[int, str]] = {}
     for line in lines:
@@ -197,7 +187,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-over-top-k": _over_top_k_table,
     "adapt-speed": _speed_table,
     "adapt-bits": _bits_table,
-    "adapt-where": split_token_bits_table,
+    "adapt-where": make_column_table("adapt_model", SPLIT_COLUMNS, adapted_lines),
     "adapt-machines": lambda records: machines_table(records, RECORDS),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": utility_and_bits_figure}

@@ -18,15 +18,15 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_zip.arguments import add_limit_bytes_flag
+from mlx_zip.arguments import add_limit_bytes_flag, default_flags
 from mlx_zip.bench.machine import describe_mlx_device
-from mlx_zip.bench.recording import print_record
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.patches.patch_model import PatchConfig, PatchModel, PlainConfig, PlainModel, count_parameters
 from mlx_zip.training.patch_training import PatchCorpus, evaluate_patch_corpus, train_patch_model
@@ -53,6 +53,7 @@ RECIPES: dict[str, dict[str, Any]] = {  # comparison in the paper -> its flags a
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench hbpe_model` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--train", required=True, metavar="FILE", help="text to train on: .txt or .jsonl, also .gz")
     add(
         "--test",
@@ -71,35 +72,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of model to train (default: all)")
     add("--seconds", type=float, default=90, help="seconds to train each model (default: 90)")
     add("--steps", type=int, help="training steps per model, instead of --seconds (default: as many as fit --seconds)")
-    add(
-        "--clock",
-        choices=CLOCKS,
-        default="wall",
-        help="clock that measures --seconds: wall time or processor time (default: wall)",
-    )
+    flag("--clock", "wall", "clock that measures --seconds: wall time or processor time", choices=CLOCKS)
     add(
         "--tokenizer",
         metavar="FILE",
         help="tokenizer whose ids are grouped into patches: tokenizer.json or a folder with one, vocab.bpe, merges.txt "
         "or NAME.tiktoken (default: one is learned from --train)",
     )
-    add(
-        "--vocab-size",
-        type=int,
-        default=4096,
-        help="number of tokens of a tokenizer learned from --train (default: 4096)",
-    )
-    add(
+    flag("--vocab-size", 4096, "number of tokens of a tokenizer learned from --train")
+    flag(
         "--patch-size",
-        type=int,
-        nargs="+",
-        default=[8],
+        [8],
+        "largest number of symbols in a patch; the models patches and equal are trained once per value",
         metavar="S",
-        help="largest number of symbols in a patch; the models patches and equal are trained once per value "
-        "(default: 8)",
     )
-    add("--context", type=int, default=64, help="tokens of --tokenizer per training window (default: 64)")
-    add("--batch-size", type=int, default=16, help="windows per training step (default: 16)")
+    flag("--context", 64, "tokens of --tokenizer per training window")
+    flag("--batch-size", 16, "windows per training step")
     add(
         "--latent",
         type=parse_tower,
@@ -124,19 +112,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RATE",
         help="peak learning rate of all models, or KIND=RATE for one kind of --models (default: 0.003)",
     )
-    add(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[0],
-        help="random seeds, one training run each (default: 0)",
-    )
-    add(
-        "--marks",
-        type=int,
-        default=1,
-        help="number of evenly spaced measurements of bits per byte in each training run, the last at its end "
-        "(default: 1)",
+    flag("--seeds", [0], "random seeds, one training run each")
+    flag(
+        "--marks", 1, "number of evenly spaced measurements of bits per byte in each training run, the last at its end"
     )
     add_limit_bytes_flag(add, "--test")
     add(
@@ -147,8 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints a JSON line per trained model, patch size and seed. Raises `MlxZipError` if a flag or text is invalid."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per trained model, patch size and seed. Raises `MlxZipError` if a flag or text is invalid."""
     for name in ("seconds", "steps", "vocab_size", "context", "batch_size", "marks"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise MlxZipError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
@@ -159,13 +137,8 @@ def run(args: argparse.Namespace) -> int:
         data.byte_model = None
         for kind in sorted(args.models, key=KINDS.index):
             for size in args.patch_size if kind in SIZED else args.patch_size[:1]:
-                line = {
-                    "bench": "hbpe_model",
-                    "recipe": args.recipe,
-                    **train_and_record(ModelRun(kind, size, seed), data, args),
-                }
-                print_record({**line, **describe_mlx_device()})
-    return 0
+                line = train_and_record(ModelRun(kind, size, seed), data, args)
+                yield {"bench": "hbpe_model", "recipe": args.recipe, **line, **describe_mlx_device()}
 
 
 @dataclass(frozen=True)

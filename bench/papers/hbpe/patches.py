@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import print_record, summarize_samples
+from mlx_zip.arguments import check_flags_at_least, default_flags
+from mlx_zip.bench.recording import summarize_samples, time_call
 from mlx_zip.models.patches.patch_model import PlainModel
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -41,6 +41,7 @@ LOCAL = Tower(3, 512, 512, 8)  # local encoder; the local decoder is equal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench hbpe` to a parser."""
+    flag = default_flags(parser.add_argument)
     parser.add_argument(
         "--tokenizer",
         required=True,
@@ -50,19 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", help="text to encode into patches: .txt or .jsonl, also .gz (default: no text is encoded)"
     )
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        type=int,
-        default=list(SIZES),
-        metavar="S",
-        help=f"largest numbers of symbols in a patch, measured one by one (default: {' '.join(map(str, SIZES))})",
-    )
-    parser.add_argument("--trials", type=int, default=5, help="timed calls per measurement (default: 5)")
+    flag("--sizes", list(SIZES), "largest numbers of symbols in a patch, measured one by one", metavar="S")
+    flag("--trials", 5, "timed calls per measurement")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per patch size. Raises `MlxZipError` if a flag or file cannot be used."""
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a record per patch size. Raises `MlxZipError` if a flag or file cannot be used."""
     check_flags_at_least(args, 1, "trials")
     tokens = read_token_bytes(args.tokenizer)
     text = None if args.text is None else "\n".join(one.text for one in read_corpus([args.text]).documents)
@@ -72,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
         if text is not None and ids is not None:
             line |= measure_text(tokens, size, text, ids, args.trials)
         names = {"tokenizer": Path(args.tokenizer).name, "text": args.text and Path(args.text).name}
-        print_record({"bench": "hbpe", **names, **line})
-    return 0
+        yield {"bench": "hbpe", **names, **line}
 
 
 def measure_patch_size(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:
@@ -147,12 +140,7 @@ def summarize_call_ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
 def call_seconds(trials: int, call: Callable[[], Any]) -> list[float]:
     """Returns the processor seconds of each of `trials` calls, after one warm-up call."""
     call()
-    out = []
-    for _ in range(trials):
-        begun = time.process_time()
-        call()
-        out.append(time.process_time() - begun)
-    return out
+    return [time_call(call, clock=time.process_time) for _ in range(trials)]
 
 
 # ---- patches over bytes, as baselines

@@ -12,21 +12,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import print_record
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.records import Record
 from mlx_zip.errors import MlxZipError
-from mlx_zip.text.vocabularies import read_vocabulary
-from mlx_zip.vocab.multitok import Tokens, Words
 
 from .classifier import RATE, train_classifier
 from .labelled import PLAIN, EncodingSetting, LabelledTexts, encode_texts, read_labelled
+from .phrase_rates import units_of_texts
 
 _COUNTS = ("samples", "test_samples", "words", "epochs", "batch_size")
 _KEPT = ("words", "epochs", "batch_size", "learning_rate")  # flags that the record includes
@@ -35,6 +33,7 @@ _KEPT = ("words", "epochs", "batch_size", "learning_rate")  # flags that the rec
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench classify` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add(
         "--train",
         type=Path,
@@ -46,26 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         help="vocabulary file of `bench tokens`; phrases are made of its ids (default: phrases are made of words)",
     )
-    add(
+    flag(
         "--settings",
-        nargs="+",
-        default=[PLAIN, "100,Max-Max", "100,2-2", "50,2-1"],
+        [PLAIN, "100,Max-Max", "100,2-2", "50,2-1"],
+        "ways to encode texts, as in the paper's table I: plain (no phrases), or per cent of --train that phrases "
+        "are learned from, most units per phrase in --train and in --test (Max: no limit), least uses of a phrase",
         metavar="S",
-        help="ways to encode texts, as in the paper's table I: plain (no phrases), or per cent of --train that phrases "
-        "are learned from, most units per phrase in --train and in --test (Max: no limit), least uses of a phrase "
-        "(default: plain 100,Max-Max 100,2-2 50,2-1)",
     )
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="random seeds, one training run each (default: 0 1 2)")
+    flag("--seeds", [0, 1, 2], "random seeds, one training run each")
     add("--samples", type=int, metavar="N", help="use at most N texts of --train (default: all)")
     add("--test-samples", type=int, metavar="N", help="use at most N texts of --test (default: all)")
-    add("--words", type=int, default=256, help="use at most this many words of each text (default: 256)")
-    add("--epochs", type=int, default=20, help="number of passes over --train (default: 20)")
-    add("--batch-size", type=int, default=1000, help="texts per training step (default: 1000)")
-    add("--learning-rate", type=float, default=RATE, help=f"learning rate of Adam (default: {RATE})")
+    flag("--words", 256, "use at most this many words of each text")
+    flag("--epochs", 20, "number of passes over --train")
+    flag("--batch-size", 1000, "texts per training step")
+    flag("--learning-rate", RATE, "learning rate of Adam")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Trains and measures a classifier per setting and seed; prints a JSON line for each.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Trains and measures a classifier per setting and seed; yields a record for each.
 
     Raises `MlxZipError` if a flag or file cannot be used, before any training.
     """
@@ -99,9 +96,8 @@ def run(args: argparse.Namespace) -> int:
                 "encode_processor_s": round(took, 2),
                 **train_classifier(encoded, answers, len(classes), seed, args),
             }
-            print_record(line)
+            yield line
             print(f"{args.train.name}, {name}, {text}, seed {seed}: accuracy {line['accuracy']}", file=sys.stderr)
-    return 0
 
 
 def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:
@@ -118,14 +114,3 @@ def check_flags(args: argparse.Namespace) -> list[EncodingSetting]:
 def read_texts(args: argparse.Namespace) -> tuple[LabelledTexts, LabelledTexts]:
     train = read_labelled(args.train).first_texts(args.samples, args.words)
     return train, read_labelled(args.test).first_texts(args.test_samples, args.words)
-
-
-def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
-    """Returns the name of the units, the vocabulary of units, and a function that splits a text into units.
-
-    Units are the ids of `tokenizer`; if `tokenizer` is None, the words of the texts.
-    """
-    if tokenizer is None:
-        return "words", Words.from_samples(map(str.split, texts)), str.split
-    vocabulary = read_vocabulary(tokenizer)
-    return vocabulary.name, Tokens(vocabulary.size), vocabulary.encode

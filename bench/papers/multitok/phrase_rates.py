@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import print_record, summarize_samples
+from mlx_zip.arguments import check_flags_at_least, default_flags
+from mlx_zip.bench.recording import summarize_samples, time_call
 from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -52,6 +52,7 @@ SLOW_TRIALS = 3  # most trials of plain Python
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench multitok` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--text", nargs="+", metavar="FILE", help="texts to learn phrases from: .txt or .jsonl, also .gz")
     add(
         "--held-out",
@@ -70,11 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure only the speed of encoding, or only the ratios of tokens to units (default: both; with "
         "--tokenizer ratios)",
     )
-    add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
+    flag("--trials", 9, "timed calls per measurement")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measures speed and ratios and prints one JSON line per result.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measures speed and ratios and yields a record per result.
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
@@ -86,9 +87,8 @@ def run(args: argparse.Namespace) -> int:
     corpus = PhraseCorpus(args)
     speeds = [] if args.tokenizer or args.only == "ratios" else speed_records(corpus, args.trials)
     for line in [*speeds, *([] if args.only == "speed" else ratio_records(corpus))]:
-        print_record({"bench": "multitok", **line, "data": corpus.record})
+        yield {"bench": "multitok", **line, "data": corpus.record}
         print(f"{line['what']}: {line['setting']}", file=sys.stderr)
-    return 0
 
 
 class PhraseCorpus:
@@ -102,25 +102,17 @@ class PhraseCorpus:
         read = lambda files: [document.text for document in read_corpus(files).documents] if files else []
         texts, others = read(args.text), read(args.held_out)
         self.words = sum(len(text.split()) for text in texts)
-        if args.tokenizer is None:
-            split: Callable[[str], Any] = str.split
-            self.units: Words | Tokens = Words.from_samples(map(str.split, [*texts, *others]))
-            self.name = "words"
-        else:
-            vocabulary = read_vocabulary(args.tokenizer)
-            split, self.units = vocabulary.encode, Tokens(vocabulary.size)
-            self.name = vocabulary.name
+        self.name, self.units, split = units_of_texts(args.tokenizer, [*texts, *others])
         number = lambda samples: Samples.from_sequences([self.units.numbers(split(sample)) for sample in samples])
         self.learned, self.held_out = number(texts), number(others) if others else None
         self.record = {
-            "files": [*args.text, *(args.held_out or [])],
+            "files": [name.rsplit("/", 1)[-1] for name in (*args.text, *(args.held_out or []))],
             "units_are": self.name,
             "units": self.units.size,
             "samples": len(texts),
             "corpus_units": len(self.learned.ids),
             "words": self.words,
         }
-        self.record["files"] = [name.rsplit("/", 1)[-1] for name in self.record["files"]]
 
     def learn_dictionary(self, window: int, percent: float = 100) -> tuple[Dictionary, Samples]:
         """Returns a dictionary learned from the first `percent` percent of the samples, and the ids of all samples.
@@ -130,6 +122,17 @@ class PhraseCorpus:
         made = Dictionary(Settings(self.units, window))
         first, rest = self.learned.split_at(count_leading_samples(len(self.learned), percent))
         return made, Samples.join([made.train(first), made.encode_as_single_units(rest)])
+
+
+def units_of_texts(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
+    """Returns the name of the units, the vocabulary of units, and a function that splits a text into units.
+
+    Units are the ids of `tokenizer`; if `tokenizer` is None, the words of the texts.
+    """
+    if tokenizer is None:
+        return "words", Words.from_samples(map(str.split, texts)), str.split
+    vocabulary = read_vocabulary(tokenizer)
+    return vocabulary.name, Tokens(vocabulary.size), vocabulary.encode
 
 
 # ---- speed
@@ -228,9 +231,7 @@ def compare_speeds(
 
 
 def _million_units_per_s(call: Callable[[], Any], n_units: int) -> float:
-    begun = time.thread_time()
-    call()
-    return n_units / (time.thread_time() - begun) / 1e6
+    return n_units / time_call(call, clock=time.thread_time) / 1e6
 
 
 # ---- ratios

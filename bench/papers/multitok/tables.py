@@ -2,83 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import mean
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.records import Cell, Record, Records, column_table, median_and_range, table
+from mlx_zip.bench.records import Cell, Columns, Record, Records, make_column_table, median_and_range, table
 from mlx_zip.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def speed_table(records: Records) -> str:
-    lines = (line for line in records.lines("multitok") if line["what"] in ("train", "encode"))
-    columns: tuple[tuple[str, Cell], ...] = (
-        ("", measured_by),
-        WINDOW,
-        ("M units/s", lambda line: median_and_range(line["ours"])),
-        ("plain Python", lambda line: median_and_range(line.get("plain_python"))),
-        ("ratio", lambda line: f"{line['ratio']}x" if "ratio" in line else ""),
-        ("bytes per phrase", lambda line: str(line.get("bytes_per_phrase", ""))),
-    )
-    return column_table(lines, columns)
-
-
 def measured_by(line: Record) -> str:
     setting = line["setting"]
     return f"encode, pruned, {setting['matching']}" if "pruned" in setting else line["what"]
-
-
-def _ratios_table(records: Records) -> str:
-    columns: tuple[tuple[str, Cell], ...] = (
-        LEARNED_FROM,
-        WINDOW,
-        *RATIOS,
-        PHRASES,
-        ("never used", lambda line: f"{line['never_used'] / line['phrases']:.0%}"),
-        HELD_OUT,
-        ("by pairs at most", held_out_cell("2")),
-    )
-    return column_table(ratio_lines(records, "ratio", words=True), columns)
-
-
-def _pruned_table(records: Records) -> str:
-    columns: tuple[tuple[str, Cell], ...] = (
-        WINDOW,
-        ("K", "{setting[at_most]}"),
-        ("mode", "{setting[mode]}"),
-        *RATIOS,
-        PHRASES,
-        ("growth", "{growth:.3f}"),
-        ("printed bound", "{lemma_printed:.3f}"),
-        ("corrected", "{lemma_corrected:.3f}"),
-        HELD_OUT,
-    )
-    return column_table(ratio_lines(records, "pruned", words=True), columns)
-
-
-def _tokenizer_ratios_table(records: Records) -> str:
-    columns: tuple[tuple[str, Cell], ...] = (
-        ("units", "{data[units_are]}"),
-        LEARNED_FROM,
-        WINDOW,
-        *RATIOS,
-        ("tokens per word", "{per_word:.3f}"),
-        PHRASES,
-        HELD_OUT,
-    )
-    return column_table(ratio_lines(records, "ratio", words=False), columns)
-
-
-def ratio_lines(records: Records, what: str, words: bool) -> Iterator[Record]:
-    for line in records.lines("multitok"):
-        if line["what"] == what and (line["data"]["units_are"] == "words") == words:
-            yield line
 
 
 def paper_ratio_cell(line: Record) -> str:
@@ -90,11 +31,44 @@ def held_out_cell(window: str) -> Cell:
     return lambda line: f"{found[window]:.3f}" if window in (found := line.get("held_out", {})) else ""
 
 
+def timed_lines(lines: Sequence[Record]) -> list[Record]:
+    return [line for line in lines if line["what"] in ("train", "encode")]
+
+
+def ratio_lines(lines: Sequence[Record], what: str, words: bool) -> list[Record]:
+    return [line for line in lines if line["what"] == what and (line["data"]["units_are"] == "words") == words]
+
+
 LEARNED_FROM: tuple[str, Cell] = ("learn from", "{setting[percent]} %")
 WINDOW: tuple[str, Cell] = ("window", lambda line: str(line["setting"]["window"] or "Max"))  # most units in a phrase
-RATIOS: tuple[tuple[str, Cell], ...] = (("r", "{ratio:.3f}"), ("paper's r", paper_ratio_cell))
+RATIOS: Columns = (("r", "{ratio:.3f}"), ("paper's r", paper_ratio_cell))
 PHRASES: tuple[str, Cell] = ("phrases", "{phrases:,}")
 HELD_OUT: tuple[str, Cell] = ("r held out", held_out_cell("0"))
+SPEED_COLUMNS: Columns = (
+    ("", measured_by),
+    WINDOW,
+    ("M units/s", lambda line: median_and_range(line["ours"])),
+    ("plain Python", lambda line: median_and_range(line.get("plain_python"))),
+    ("ratio", lambda line: f"{line['ratio']}x" if "ratio" in line else ""),
+    ("bytes per phrase", lambda line: str(line.get("bytes_per_phrase", ""))),
+)
+WORD_COLUMNS: Columns = (
+    *(LEARNED_FROM, WINDOW, *RATIOS, PHRASES),
+    ("never used", lambda line: f"{line['never_used'] / line['phrases']:.0%}"),
+    HELD_OUT,
+    ("by pairs at most", held_out_cell("2")),
+)
+PRUNED_COLUMNS: Columns = (
+    *(WINDOW, ("K", "{setting[at_most]}"), ("mode", "{setting[mode]}"), *RATIOS, PHRASES),
+    ("growth", "{growth:.3f}"),
+    ("printed bound", "{lemma_printed:.3f}"),
+    ("corrected", "{lemma_corrected:.3f}"),
+    HELD_OUT,
+)
+TOKENIZER_COLUMNS: Columns = (
+    *(("units", "{data[units_are]}"), LEARNED_FROM, WINDOW, *RATIOS),
+    *(("tokens per word", "{per_word:.3f}"), PHRASES, HELD_OUT),
+)
 
 
 # ---- tables of the record `classify`
@@ -222,10 +196,12 @@ def training_loss_figure(lines: Sequence[Record]) -> Figure:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "multitok-speed": speed_table,
-    "multitok-ratios": _ratios_table,
-    "multitok-pruned": _pruned_table,
-    "multitok-cascade": _tokenizer_ratios_table,
+    "multitok-speed": make_column_table("multitok", SPEED_COLUMNS, timed_lines),
+    "multitok-ratios": make_column_table("multitok", WORD_COLUMNS, partial(ratio_lines, what="ratio", words=True)),
+    "multitok-pruned": make_column_table("multitok", PRUNED_COLUMNS, partial(ratio_lines, what="pruned", words=True)),
+    "multitok-cascade": make_column_table(
+        "multitok", TOKENIZER_COLUMNS, partial(ratio_lines, what="ratio", words=False)
+    ),
     "classifier": lambda records: classifier_table(records.lines("classify"), of_paper=True),
     "classifier-others": lambda records: classifier_table(records.lines("classify"), of_paper=False),
 }

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import check_flags_at_least
-from mlx_zip.bench.recording import load_before_bench, print_record
+from mlx_zip.arguments import check_flags_at_least, default_flags
+from mlx_zip.bench.recording import load_before_bench
 from mlx_zip.bench.tokens import corpus_record, read_domains
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
@@ -41,6 +41,7 @@ Learner = Callable[[CodecParams, Sequence[Uint32s], int, int], Entries]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench packs` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"vocabulary file of the base ids: {KINDS}")
     add(
         "--train",
@@ -56,20 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DOMAIN=FILE",
         help="held-out texts to try every pack on; each DOMAIN of --train must be among them",
     )
-    add(
-        "--sizes",
-        type=int,
-        nargs="+",
-        default=list(SIZES),
-        metavar="N",
-        help=f"numbers of entries in a pack, tried one by one (default: {' '.join(map(str, SIZES))})",
-    )
-    add("--merge-size", type=int, default=4, help="largest number of base ids in an entry (default: 4)")
-    add("--window", type=int, default=256, help="compress every N base ids separately (default: 256)", metavar="N")
+    flag("--sizes", list(SIZES), "numbers of entries in a pack, tried one by one", metavar="N")
+    flag("--merge-size", 4, "largest number of base ids in an entry")
+    flag("--window", 256, "compress every N base ids separately", metavar="N")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Learns and tries packs; prints one JSON line per domain of --train.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Learns and tries packs; yields a record per domain of --train.
 
     Raises `MlxZipError` if a flag or file cannot be used, before any pack is learned.
     """
@@ -97,9 +91,8 @@ def run(args: argparse.Namespace) -> int:
         sizes = sorted(args.sizes)
         line["packs"] = list(pack_records(params, texts, held_out, sizes, args.window))
         line["retokenized"] = [retokenized_record(params, texts, held_out, size, args.window) for size in sizes]
-        print_record(line)
+        yield line
         print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
-    return 0
 
 
 def pack_records(

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
-from mlx_zip.bench.recording import print_record
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import compare_bits, cut_scored_windows, measure_bits
 from mlx_zip.packs.pack import Pack, load_pack
@@ -25,6 +24,7 @@ CONTEXT = 1024
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench pack_quality` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add_models(add)
     add("--data", nargs="+", metavar="FILE", help="held-out texts to score: .txt or .jsonl files, also with .gz")
     add_separator_flag(add)
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="pack files to measure; packs of the same NAME form one curve of the plot (default: no pack only)",
     )
-    add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
+    flag("--batch-size", 8, "windows per model call")
 
 
 def add_models(add: Any, required: bool = False) -> None:
@@ -55,20 +55,13 @@ def record_names(args: argparse.Namespace) -> dict[str, str]:
     return {"data": " ".join(Path(name).name for name in args.data), **names}
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line for the model without a pack and one per pack.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Scores the documents; yields the record of the model without a pack, then one per pack in the order given.
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
     if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
         raise MlxZipError(f"--{missing[0]} is missing")
-    for line in quality_records(args):
-        print_record(line)
-    return 0
-
-
-def quality_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Scores the documents; yields the record of the model without a pack, then one per pack in the order given."""
     from mlx_zip.engine.mlx.generate import load
 
     packs = read_packs(args.pack)

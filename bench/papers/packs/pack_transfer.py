@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from mlx_zip.arguments import add_separator_flag, check_flags_at_least
-from mlx_zip.bench.recording import print_record
+from mlx_zip.arguments import add_separator_flag, check_flags_at_least, default_flags
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.mlx.scoring import codec_of_model
 from mlx_zip.errors import MlxZipError
@@ -38,6 +37,7 @@ TEMPERATURES = {"greedy": 0.0, "sampled": 0.7}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench pack_transfer` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add_models(add, required=True)
     add(
         "--codebook-size",
@@ -60,21 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="score at most N bytes of held-out text, in whole documents (default: all)",
     )
-    add(
-        "--sizes",
-        type=int,
-        nargs="+",
-        default=list(SIZES),
-        metavar="N",
-        help="numbers of entries in a pack, measured one by one (default: 256 1024)",
-    )
-    add(
-        "--window",
-        type=int,
-        default=WINDOW,
-        metavar="N",
-        help=f"compress every N base ids separately while a pack is learned (default: {WINDOW})",
-    )
+    flag("--sizes", list(SIZES), "numbers of entries in a pack, measured one by one", metavar="N")
+    flag("--window", WINDOW, "compress every N base ids separately while a pack is learned", metavar="N")
     add(
         "--pack",
         nargs="+",
@@ -83,37 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="other pack files to measure at the same --sizes, for example one learned from the training text "
         "(default: none)",
     )
-    add(
-        "--stories",
-        type=int,
-        default=STORIES,
-        metavar="N",
-        help=f"number of held-out documents whose opening the model continues (default: {STORIES})",
-    )
-    add("--opening", type=int, default=OPENING, metavar="N", help=f"base ids in each opening (default: {OPENING})")
-    add(
-        "--tokens",
-        type=int,
-        default=TOKENS,
-        metavar="N",
-        help=f"number of base ids to write after each opening (default: {TOKENS})",
-    )
-    add("--batch-size", type=int, default=8, help="windows or openings per model call (default: 8)")
+    flag("--stories", STORIES, "number of held-out documents whose opening the model continues", metavar="N")
+    flag("--opening", OPENING, "base ids in each opening", metavar="N")
+    flag("--tokens", TOKENS, "number of base ids to write after each opening", metavar="N")
+    flag("--batch-size", 8, "windows or openings per model call")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line for the model without a pack and one per pack and size.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the record of the model without a pack, then for each size those of the learned pack and each --pack.
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
     check_flags_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
-    for line in transfer_records(args):
-        print_record(line)
-    return 0
-
-
-def transfer_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the record of the model without a pack, then for each size those of the learned pack and each --pack."""
     from mlx_zip.engine.mlx.generate import load
 
     given = read_packs(args.pack)

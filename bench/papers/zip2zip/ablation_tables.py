@@ -6,7 +6,6 @@ Tables 7 and 8 and figures 5 and 6 are the paper's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -43,20 +42,11 @@ PAPER_ENCODERS = {
 }
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """One of the two ablations. A key is a merge size in one of them, a hyper-encoder in the other.
-
-    label: returns a key's name in figures. found: key -> our lines.
-    """
-
-    name: str
-    label: Callable[[Any], str]
-    found: Mapping[Any, Sequence[Record]] = field(default_factory=dict)
-
-
 class AblationResults:
-    """Our lines, grouped into the two sweeps. Raises `MlxZipError` if the conditions of two lines differ."""
+    """Our lines, and those of each ablation: `sizes` by merge size, `encoders` by hyper-encoder.
+
+    Raises `MlxZipError` if the conditions of two lines differ.
+    """
 
     def __init__(self, lines: Sequence[Record]) -> None:
         self.lines = sorted(lines, key=setting_order)
@@ -66,11 +56,9 @@ class AblationResults:
                 raise MlxZipError("the lines were measured under different conditions and do not compare")
         self.texts = [name for name, _ in self.conditions.get("valid", [])]
         self.seeds = sorted({line["setting"]["seed"] for line in lines})
-        sizes = self._group_lines("merge_size", "encoder", (None, self.conditions.get("encoder")))
+        self.sizes = self._group_lines("merge_size", "encoder", (None, self.conditions.get("encoder")))
         encoders = self._group_lines("encoder", "merge_size", (self.conditions.get("merge_size"),))
-        self.sizes = Sweep("merge size", "M = {}".format, sizes)
-        ordered = {name: encoders[name] for name in ENCODERS if name in encoders}
-        self.encoders = Sweep("hyper-encoder", lambda name: ENCODERS[name][2], ordered)
+        self.encoders = {name: encoders[name] for name in ENCODERS if name in encoders}
 
     def _group_lines(self, key: str, other: str, allowed: tuple[Any, ...]) -> dict[Any, list[Record]]:
         """Returns lines grouped by their setting's `key`; only lines whose setting `other` is in `allowed`."""
@@ -107,8 +95,8 @@ def table7(results: AblationResults) -> str:
     """Returns the table of byte-perplexity and compression rate by merge size, our results and the paper's."""
     rate = ["compression rate (%)"] if results.lines else []
     rows = [["M", *results.texts, *rate, *_paper_heads(PAPER_TEXTS), "paper: rate (%)"]]
-    for m in sorted({*results.sizes.found, *PAPER_SIZES}):
-        lines = results.sizes.found.get(m, [])
+    for m in sorted({*results.sizes, *PAPER_SIZES}):
+        lines = results.sizes.get(m, [])
         rates = [100 * line["training"]["compression_rate"] for line in lines]
         theirs = [*_paper_cells(PAPER_SIZES.get(m)), f"{PAPER_RATES[m]:.2f}" if m in PAPER_RATES else "-"]
         ours = [*_perplexity_cells(lines, results.texts), mean_and_range(rates, 2)] if results.lines else []
@@ -121,7 +109,7 @@ def table8(results: AblationResults) -> str:
     parameters = ["parameters"] if results.lines else []
     rows = [["encoder", *results.texts, *parameters, *_paper_heads(PAPER_TEXTS)]]
     for name in ENCODERS:
-        lines = results.encoders.found.get(name, [])
+        lines = results.encoders.get(name, [])
         if not lines and name not in PAPER_ENCODERS:
             continue
         size = f"{lines[0]['parameters']['encoders']:,}" if lines else "-"
@@ -208,44 +196,49 @@ def longer_training_table(short: AblationResults, long: Sequence[Record]) -> str
 PANELS = ((1, "nats per id"), (2, "bits per byte"))  # (index into a point of a training curve, label of the y axis)
 
 
-def training_loss_figure(sweep: Sweep) -> Figure:
-    """Returns the figure of one sweep: training loss against text read; the seeds of a setting have one colour.
+def training_loss_figure(name: str, found: Mapping[str, Sequence[Record]]) -> Figure:
+    """Returns the figure of one ablation: training loss against text read; the seeds of a setting have one colour.
 
-    The paper draws nats per id. An id stands for more text at higher compression, so only bits per byte compare
-    settings. Raises `InstallationError` if matplotlib is missing.
+    name: what differs between settings. found: label of a setting -> its lines. The paper draws nats per id. An id
+    stands for more text at higher compression, so only bits per byte compare settings. Raises `InstallationError` if
+    matplotlib is missing.
     """
     figure = new_figure()
     for panel, (column, label) in zip(figure.subplots(1, 2), PANELS, strict=True):
-        for i, (key, lines) in enumerate(sweep.found.items()):
+        for i, (setting, lines) in enumerate(found.items()):
             for j, line in enumerate(lines):
                 curve = line["training"]["curve"]
                 points = [point[0] / 1e6 for point in curve], [point[column] for point in curve]
-                panel.plot(*points, color=f"C{i}", linewidth=1, label=None if j else sweep.label(key))
+                panel.plot(*points, color=f"C{i}", linewidth=1, label=None if j else setting)
         panel.set(xlabel="text read, MB", ylabel=label)
         panel.grid(alpha=0.3)
         panel.legend()
-    figure.suptitle(f"Training loss by {sweep.name}")
+    figure.suptitle(f"Training loss by {name}")
     return figure
 
 
-def table_from_records(make: Callable[[AblationResults], str]) -> Callable[[Records], str]:
+def from_records(make: Callable[[AblationResults], Any]) -> Callable[[Records], Any]:
     return lambda records: make(AblationResults(records.lines("ablations")))
 
 
+def merge_size_figure(results: AblationResults) -> Figure:
+    return training_loss_figure("merge size", {f"M = {m}": lines for m, lines in results.sizes.items()})
+
+
+def encoder_figure(results: AblationResults) -> Figure:
+    return training_loss_figure("hyper-encoder", {ENCODERS[name][2]: found for name, found in results.encoders.items()})
+
+
 TABLES: dict[str, Callable[[Records], str]] = {
-    "ablations-setup": table_from_records(conditions_table),
-    "ablations-merge-sizes": table_from_records(table7),
-    "ablations-encoders": table_from_records(table8),
+    "ablations-setup": from_records(conditions_table),
+    "ablations-merge-sizes": from_records(table7),
+    "ablations-encoders": from_records(table8),
     "ablations-longer": lambda records: longer_training_table(
         AblationResults(records.lines("ablations")), records.lines("ablations-longer")
     ),
-    "ablations-all": table_from_records(all_figures_table),
+    "ablations-all": from_records(all_figures_table),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {
-    "docs/reports/ablations-figure5.svg": lambda records: training_loss_figure(
-        AblationResults(records.lines("ablations")).sizes
-    ),
-    "docs/reports/ablations-figure6.svg": lambda records: training_loss_figure(
-        AblationResults(records.lines("ablations")).encoders
-    ),
+    "docs/reports/ablations-figure5.svg": from_records(merge_size_figure),
+    "docs/reports/ablations-figure6.svg": from_records(encoder_figure),
 }

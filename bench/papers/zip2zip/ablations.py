@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag
+from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, default_flags
 from mlx_zip.bench.recording import environment_fields
 from mlx_zip.bench.records import read_lines, write_whole
 from mlx_zip.errors import MlxZipError
@@ -54,20 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "continues an interrupted run",
     )
     setting = parser.add_argument_group("settings").add_argument
-    setting(
+    setting_flag = default_flags(setting)
+    setting_flag(
         "--merge-sizes",
-        type=int,
-        nargs="+",
-        default=[1, 2, 3, 4, 5],
+        [1, 2, 3, 4, 5],
+        "merge sizes to compare (most base ids in a hypertoken), all with --encoder",
         metavar="M",
-        help="merge sizes to compare (most base ids in a hypertoken), all with --encoder (default: 1 2 3 4 5)",
     )
-    setting(
-        "--encoder",
-        choices=ENCODERS,
-        default="transformer-2",
-        help="hyper-encoder with which --merge-sizes are compared (default: transformer-2)",
-    )
+    setting_flag("--encoder", "transformer-2", "hyper-encoder with which --merge-sizes are compared", choices=ENCODERS)
     setting(
         "--encoders",
         nargs="+",
@@ -75,43 +69,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(ENCODERS),
         help="hyper-encoders to compare, all with --merge-size (default: all)",
     )
-    setting(
-        "--merge-size",
-        type=int,
-        default=3,
-        metavar="M",
-        help="merge size with which --encoders are compared, at least 2 (default: 3)",
-    )
-    setting("--seed", type=int, nargs="+", default=[0], help="random seeds, one training run each (default: 0)")
+    setting_flag("--merge-size", 3, "merge size with which --encoders are compared, at least 2", metavar="M")
+    setting_flag("--seed", [0], "random seeds, one training run each")
     train = parser.add_argument_group("training, the same for every setting").add_argument
-    train("--iters", type=int, default=500, help="number of optimizer steps (default: 500)")
-    train("--batch-size", type=int, default=16, help="windows per training step (default: 16)")
-    train("--optimizer", default="adamw", help="optimizer, any that `mlx_zip train` has (default: adamw)")
-    train("--learning-rate", type=float, default=3e-4, help="peak learning rate (default: 0.0003)")
-    train(
-        "--muon-learning-rate",
-        type=float,
-        default=0.02,
-        help="peak learning rate of the weights that Muon trains (default: 0.02)",
-    )
+    train_flag = default_flags(train)
+    train_flag("--iters", 500, "number of optimizer steps")
+    train_flag("--batch-size", 16, "windows per training step")
+    train_flag("--optimizer", "adamw", "optimizer, any that `mlx_zip train` has")
+    train_flag("--learning-rate", 3e-4, "peak learning rate")
+    train_flag("--muon-learning-rate", 0.02, "peak learning rate of the weights that Muon trains")
     train("--warmup", type=int, help="steps until the learning rate is at its peak (default: a twentieth of --iters)")
-    train(
-        "--fine-tune-type",
-        choices=("full", "lora"),
-        default="full",
-        help="train all weights of the decoder, or LoRA adapters (default: full)",
+    train_flag(
+        "--fine-tune-type", "full", "train all weights of the decoder, or LoRA adapters", choices=("full", "lora")
     )
-    train("--lora-rank", type=int, default=32, help="rank of LoRA adapters (default: 32)")
-    train(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="number format of the forward pass (default: float32)",
-    )
-    train("--encoder-heads", type=int, default=4, help="attention heads of the hyper-encoders (default: 4)")
+    train_flag("--lora-rank", 32, "rank of LoRA adapters")
+    train_flag("--dtype", "float32", "number format of the forward pass", choices=("float32", "bfloat16"))
+    train_flag("--encoder-heads", 4, "attention heads of the hyper-encoders")
     text = parser.add_argument_group("text").add_argument
-    text("--context", type=int, default=1024, help="base ids per window, in training and evaluation (default: 1024)")
-    text("--codebook-size", type=int, default=2048, help="maximum number of hypertokens (default: 2048)")
+    text_flag = default_flags(text)
+    text_flag("--context", 1024, "base ids per window, in training and evaluation")
+    text_flag("--codebook-size", 2048, "maximum number of hypertokens")
     add_separator_flag(text)
     text(
         "--limit",
@@ -311,7 +288,7 @@ class AblationRunner:
         A point of the curve has the bytes read so far, and the mean nats per id and bits per byte since the last point.
         index: the index of the prepared windows.
         """
-        from mlx_zip.training.run_metrics import read_metrics
+        from mlx_zip.training.run_folder import read_metrics
 
         reports = [line for line in read_metrics(run_folder) if "loss" in line]
         totals, last = index["totals"], reports[-1]

@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.arguments import check_flags_at_least
+from mlx_zip.arguments import check_flags_at_least, default_flags
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, mean_call_seconds, upstream, upstream_sizes
 from mlx_zip.bench.plots import new_figure
-from mlx_zip.bench.recording import load_before_bench, print_record, run_in_turns, summarize_samples
+from mlx_zip.bench.recording import load_before_bench, run_in_turns, summarize_samples
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
@@ -33,28 +33,19 @@ CURVES = {"tokenizer": "tokenizer alone", "with_ours": "with mlx_zip", "with_ups
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bench codec_latency` to a parser."""
     add = parser.add_argument
+    flag = default_flags(add)
     add("--text", nargs="+", metavar="FILE", help="texts to tokenize and compress, .txt or .jsonl")
     add("--tokenizer", help="tokenizer of --text: a folder, a hub id or a vocabulary file")
-    add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
+    flag("--trials", 9, "timed calls per measurement")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Times the tokenizer alone and with each codec, and prints one JSON line per size of text.
-
-    Raises `MlxZipError` if a flag or file cannot be used.
-    """
-    check_flags_at_least(args, 1, "trials")
-    load_before_bench()
-    for line in measure_figure(args):
-        print_record({"bench": "codec", **line})
-    return 0
-
-
-def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields a record for each of `SIZES` up to the text's size.
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Times the tokenizer alone and with each codec; yields a record for each of `SIZES` up to the text's size.
 
     Raises `MlxZipError` if a flag or file cannot be used, before anything is measured.
     """
+    check_flags_at_least(args, 1, "trials")
+    load_before_bench()
     if args.text is None or args.tokenizer is None:
         raise MlxZipError("codec_latency needs --text and --tokenizer")
     corpus = read_corpus(args.text)
@@ -68,7 +59,7 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     names = ", ".join(Path(name).name for name in corpus.files)
     for size in sizes:
         line = measure_latency(vocabulary, text[:size].decode("utf-8", "ignore"), args.trials)
-        yield {**line, "data": f"{names}; {vocabulary.name}"}
+        yield {"bench": "codec", **line, "data": f"{names}; {vocabulary.name}"}
 
 
 def measure_latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:

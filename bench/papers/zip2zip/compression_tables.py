@@ -5,9 +5,9 @@ Counts come from `bench tokens` (tables 2 and 7 of arXiv 2506.01084), latencies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.records import Cell, Record, Records, make_column_table, median_and_range, table
@@ -89,56 +89,38 @@ class RecordedCounts:
         found = {row[0] for line in self.lines.values() for row in line["counts"]}
         return sorted(found, key=lambda window: (isinstance(window, str), window))
 
-    def counts_of_setting(
+    def rate(
         self, tokenizer: str, text: str, window: int | str, merge_size: int = MERGE_SIZE, size: int = CODEBOOK_SIZE
-    ) -> Mapping[str, int] | None:
-        """Returns column -> count for one setting, or None if the setting was not measured.
+    ) -> float | None:
+        """Returns the compression rate of a setting: ids divided by base ids; None if not measured.
 
-        size: slots of the codebook. Codebooks that are at least as large as the window all have equal counts.
+        size: slots of the codebook. A codebook that is larger than the window counts as one of the window's size.
         """
         line = self.lines.get((tokenizer, text))
-        for values in line["counts"] if line else ():
-            counts_of_setting = dict(zip(line["columns"], values, strict=True)) if line else {}
-            no_end = isinstance(window, int) and size >= window and counts_of_setting["codebook_size"] >= window
-            if (counts_of_setting["window"], counts_of_setting["merge_size"]) == (window, merge_size) and (
-                counts_of_setting["codebook_size"] == size or no_end
-            ):
-                return counts_of_setting
-        return None
-
-    def rate(self, tokenizer: str, text: str, window: int | str, **setting: int) -> float | None:
-        """Returns the compression rate of a setting: ids divided by base ids; None if not measured."""
-        row = self.counts_of_setting(tokenizer, text, window, **setting)
-        return row["ids"] / self.lines[tokenizer, text]["base_ids"] if row else None
+        rows = [dict(zip(line["columns"], row, strict=True)) for row in line["counts"]] if line else []
+        smaller = lambda slots: slots if isinstance(window, str) else min(slots, window)
+        ids = {(row["window"], row["merge_size"], smaller(row["codebook_size"])): row["ids"] for row in rows}
+        found = ids.get((window, merge_size, smaller(size)))
+        return None if line is None or found is None else found / line["base_ids"]
 
     def bytes_per_base_id(self, tokenizer: str, text: str) -> float | None:
         """Returns the bytes per base id of a text; None if the text was not measured."""
         line = self.lines.get((tokenizer, text))
         return line["bytes_per_base_id"] if line else None
 
-    def mean_over_domain(
-        self, tokenizer: str, domain: str, window: int | str, column: str = "ids", **setting: int
-    ) -> float | None:
-        """Returns a count divided by base ids, the mean over a domain's texts; None unless all texts were measured.
+    def mean_rate_of_mixture(self, tokenizer: str, window: int | str, merge_size: int) -> float | None:
+        """Returns the compression rate of a mixture of domains by the paper's `SHARES` of base ids.
 
-        column: name of the count, for example "ids".
-        """
-        texts = [text for text in self.texts if domain_of(text) == domain]
-        rows = [(self.counts_of_setting(tokenizer, text, window, **setting), text) for text in texts]
-        parts = [row[column] / self.lines[tokenizer, text]["base_ids"] for row, text in rows if row]
-        return sum(parts) / len(parts) if parts and len(parts) == len(texts) else None
-
-    def mean_over_mixture(self, tokenizer: str, window: int | str, column: str, **setting: int) -> float | None:
-        """Returns a count divided by base ids, for a mixture of domains by the paper's `SHARES` of base ids.
-
-        column: name of the count, for example "ids". Returns None unless every domain has texts and all were measured.
+        A domain's rate is the mean over its texts. Returns None unless every domain has texts and all were measured.
         """
         total = 0.0
         for domain, share in SHARES.items():
-            part = self.mean_over_domain(tokenizer, domain, window, column, **setting)
-            if part is None:
+            texts = [text for text in self.texts if domain_of(text) == domain]
+            rates = [self.rate(tokenizer, text, window, merge_size) for text in texts]
+            known = [rate for rate in rates if rate is not None]
+            if not known or len(known) < len(rates):
                 return None
-            total += share * part
+            total += share * mean(known)
         return total
 
 
@@ -203,8 +185,8 @@ def merge_sizes_table(counts: RecordedCounts) -> str:
     for m, paper in PAPER_RATES.items():
         ours: list[float | None] = [1.0] * (len(counts.texts) + 1)
         if m > 1:
-            ours = [counts.rate(PHI_35, text, RATE_WINDOW, merge_size=m) for text in counts.texts]
-            ours.append(counts.mean_over_mixture(PHI_35, RATE_WINDOW, "ids", merge_size=m))
+            ours = [counts.rate(PHI_35, text, RATE_WINDOW, m) for text in counts.texts]
+            ours.append(counts.mean_rate_of_mixture(PHI_35, RATE_WINDOW, m))
         rows.append([str(m), *("-" if rate is None else f"{100 * rate:.2f}" for rate in ours), f"{paper:.2f}"])
     return table(["M", *counts.texts, "mixture", "paper"], rows)
 

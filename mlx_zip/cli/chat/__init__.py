@@ -3,66 +3,61 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import add_codebook_flags, check_flags_at_least, parse_json_map
-from mlx_zip.cli import colours, row_cache
+from mlx_zip.arguments import parse_json_map
+from mlx_zip.cli import colours
 from mlx_zip.cli.generation_flags import (
     SAMPLING_FLAGS,
     RefusedFlag,
     add_color_flag,
-    add_draft_flags,
-    add_kv_quantization_flags,
+    add_engine_flags,
+    add_eos_flag,
     add_kv_size_flag,
     add_prefill_flag,
-    add_sampling_flag,
+    add_sampling_flags,
     check_kv_size,
-    check_model_flag,
+    read_sampling_flags,
 )
-from mlx_zip.cli.serving.serving_flags import add_keep_wired_flag, add_model_flags, add_session_flags, check_keep_wired
+from mlx_zip.cli.serving.serving_flags import add_model_flags, add_session_flags, check_serving_flags
 from mlx_zip.errors import GenerationError, import_or_explain
-from mlx_zip.packs.chosen import read_packs
+from mlx_zip.packs.chosen import choose_request_pack, read_packs
 
 MAX_TOKENS = 256
-_SEED = 0
+_DUMB = ("", "dumb", "unknown")  # values of TERM for terminals without control sequences
 _LIBRARIES = ("prompt_toolkit", "rich")
-_POSITIVE_FLAGS = ("max_tokens", "prefill_step_size")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags; those of mlx_lm.chat keep their names and defaults."""
     add = parser.add_argument
     add_model_flags(add, "model to chat with")
-    add(
-        "--extra-eos-token",
-        nargs="+",
-        default=(),
-        help="tokens that end an answer, in addition to the tokenizer's own (default: none)",
-    )
+    add_eos_flag(add)
     add("--system-prompt", help="system message of the conversation; /system changes it (default: none)")
     add(
         "--max-tokens",
         "-m",
         type=int,
-        help=f"maximum number of base tokens of an answer (default: {MAX_TOKENS}, or 400 if --model is not given)",
+        help=f"maximum number of base tokens of an answer (default: {MAX_TOKENS}, or {named.MAX_TOKENS} for the "
+        "default model)",
     )
-    for name, (kind, default, text) in SAMPLING_FLAGS.items():
-        if name == "seed":
-            default, text = _SEED, "seed of the first answer's random numbers; each further answer has the next one"
-        add_sampling_flag(add, name, kind, default, text)
+    add_sampling_flags(add, (name for name in SAMPLING_FLAGS if name != "seed"))
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the first answer's random numbers; each further answer has the next one (default: 0)",
+    )
     add_prefill_flag(add)
     add("--plain", action="store_true", help="print answers as they are, without rendering Markdown (default: off)")
     add_color_flag(add)
     add("--no-history", action="store_true", help="neither read nor keep what is typed (default: kept in a file)")
-    add_keep_wired_flag(add)
     add_session_flags(add)
-    add_codebook_flags(add)
     add_kv_size_flag(add)
-    add_kv_quantization_flags(add)
-    add_draft_flags(add)
-    row_cache.add_row_cache_flags(add)
+    add_engine_flags(add)
     add(
         "--pipeline",
         action=RefusedFlag,
@@ -74,50 +69,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Chats until the user ends the chat; returns 0, or 1 if the engine stopped. Raises `MlxZipError`."""
-    _check_chat_flags(args)
-    front = _choose_chat_front(args)
-    name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
-    check_kv_size(args, name)
+    check_serving_flags(args)
+    front, chosen = _choose_chat_front(args), read_packs(args.pack)
+    check_kv_size(args, args.model)
 
     from mlx_zip.cli.chat.commands import run_chat_loop
     from mlx_zip.cli.chat.conversation import Conversation
-    from mlx_zip.cli.chat.program import Program
-    from mlx_zip.cli.serving.opening import choose_request_pack, open_engine_from_flags
+    from mlx_zip.cli.chat.program import Program, Settings
+    from mlx_zip.cli.serving.opening import open_engine_from_flags
     from mlx_zip.text.tokenizers import add_eos_tokens
 
-    settings = _make_chat_settings(args)
-    with open_engine_from_flags(args, name, chosen) as engine:
+    sampling = read_sampling_flags(args)
+    settings = Settings(
+        max_tokens=args.max_tokens or (named.MAX_TOKENS if args.model == named.DEFAULT else MAX_TOKENS),
+        seed=sampling.pop("seed"),
+        sampling=sampling,
+        template_options=parse_json_map("--chat-template-args", args.chat_template_args),
+    )
+    with open_engine_from_flags(args, chosen) as engine:
         if not engine.tokenizer.has_chat_template:
-            raise GenerationError(f"{name}: its tokenizer has no chat template; give one with --chat-template")
+            raise GenerationError(f"{args.model}: its tokenizer has no chat template; give one with --chat-template")
         add_eos_tokens(engine.tokenizer, args.extra_eos_token)
         pack, files = choose_request_pack(chosen, engine), () if chosen is None else tuple(chosen.by_name)
         program = Program(engine, settings, front, Conversation(args.system_prompt), pack, files)
         program.check_system_prompt(args.system_prompt)
         with front:
-            front.show_model(name, engine.info)
+            front.show_model(args.model, engine.info)
             return run_chat_loop(program)
-
-
-def _check_chat_flags(args: argparse.Namespace) -> None:
-    check_model_flag(args)
-    check_flags_at_least(args, 1, *_POSITIVE_FLAGS)
-    check_keep_wired(args.keep_wired)
-
-
-def _make_chat_settings(args: argparse.Namespace) -> Any:
-    """Returns the settings of the chat's answers. Raises `GenerationError` if a sampling flag is out of range."""
-    from mlx_zip.cli.chat.program import Settings
-    from mlx_zip.engine.sampling.options import Sampling
-
-    sampling = {name: getattr(args, name) for name in SAMPLING_FLAGS if name != "seed"}
-    Sampling.from_options({**sampling, "seed": args.seed})
-    default = MAX_TOKENS if args.model is not None else named.MAX_TOKENS
-    return Settings(
-        max_tokens=args.max_tokens or default,
-        sampling=sampling,
-        seed=args.seed,
-        template_options=parse_json_map("--chat-template-args", args.chat_template_args),
-    )
 
 
 def _choose_chat_front(args: argparse.Namespace) -> Any:
@@ -131,7 +109,7 @@ def _choose_chat_front(args: argparse.Namespace) -> Any:
         if out is not None:
             out.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     coloured = colours.should_colour(args.color, sys.stdout)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()) or terminal.is_dumb_terminal():
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "") in _DUMB:
         from mlx_zip.cli.chat.front import Front
 
         return Front(coloured)

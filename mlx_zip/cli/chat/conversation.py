@@ -19,7 +19,7 @@ from mlx_zip.text.token_facts import TokenTexts
 _SUFFIX = ".jsonl"
 _ROLES = ("user", "assistant")
 _MOST_LISTED = 20
-_VISIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥"})
+_VISIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥"})  # what is shown for blanks and line ends
 
 
 @dataclass
@@ -147,7 +147,8 @@ def hypertoken_use_lines(uses: Sequence[HypertokenUse], tokenizer: Any) -> Itera
     texts = TokenTexts(tokenizer)
     for base_ids in most:
         count, learned = found[base_ids]
-        yield f"{count:>7,}x  {learned:6}  {_join_token_texts(texts, base_ids)}"
+        parts = " | ".join(texts[(one,)][0].translate(_VISIBLE) for one in base_ids)
+        yield f"{count:>7,}x  {learned:6}  {parts}"
 
 
 def _count_uses(uses: Iterable[HypertokenUse]) -> dict[tuple[int, ...], tuple[int, str]]:
@@ -156,8 +157,3 @@ def _count_uses(uses: Iterable[HypertokenUse]) -> dict[tuple[int, ...], tuple[in
     for base_ids, learned in uses:
         found[base_ids] = found.get(base_ids, (0, ""))[0] + 1, learned
     return found
-
-
-def _join_token_texts(texts: TokenTexts, base_ids: Sequence[int]) -> str:
-    """Returns the texts of base ids with bars between them; blanks and line ends become visible characters."""
-    return " | ".join(texts[(one,)][0].translate(_VISIBLE) for one in base_ids)

@@ -1,21 +1,25 @@
-"""A chat: its conversation, its requests to the engine, and its reports on answers."""
+"""A chat: its conversation, its requests to the engine, the answers as they arrive, and reports on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
-from mlx_zip.cli.chat.answer import Answer, Arrived, split_reasoning, stream_answer
-from mlx_zip.cli.chat.conversation import Conversation
+from mlx_zip.cli.chat.conversation import Conversation, HypertokenUse
 from mlx_zip.cli.chat.front import Front
-from mlx_zip.engine import Counts, Engine, Submission
+from mlx_zip.engine import Counted, Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
 from mlx_zip.errors import GenerationError
-from mlx_zip.packs.chosen import read_packs
+from mlx_zip.packs.chosen import check_pack_fits_slots, read_packs
 from mlx_zip.progress import pluralize
 from mlx_zip.text.prompts import check_system_message
+from mlx_zip.text.stream import TextStream
+from mlx_zip.text.tokenizers import REPLACEMENT
 
+Arrived = queue.SimpleQueue[Event | None]  # None: stop the answer
 OWN, NONE = "own", "none"  # words that /pack takes in place of files
 _FULL = "cut off: the conversation fills the model's context; /reset begins a new one"
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -115,8 +119,7 @@ class Program:
         chosen = read_packs(list(names))
         assert chosen is not None
         chosen.check_made_for(self.engine.tokenizer)
-        if (count := len(chosen)) > (room := self.engine.info.codebook_size):
-            raise GenerationError(f"/pack: {count} entries, but the codebook has {room} slots (--codebook-size)")
+        check_pack_fits_slots(chosen, self.engine.info.codebook_size)
         self.pack, self.pack_names = chosen, list(chosen.by_name)
 
     def describe_start_pack(self) -> str:
@@ -159,6 +162,115 @@ class Program:
             self.front.show_note(self.totals.last_answer_line())
 
 
+# ---- an answer
+
+
+class Answer:
+    """An answer. show: called with each piece of text and the number of base tokens of its last id.
+
+    Attributes: `text`; `base_ids` without the eos; `uses` of hypertokens, empty unless the request set `show`. When the
+    answer has ended, also `counts` and `reason`: "stop" if the model ended it, "length" at a limit, "cancelled" by the
+    user.
+    """
+
+    def __init__(self, tokenizer: Any, show: Callable[[str, int], None]) -> None:
+        self._stream, self._show = TextStream(tokenizer), show
+        self._eos = frozenset(tokenizer.eos_token_ids)
+        self._ended = False  # whether the text has ended
+        self.text, self.reason, self.counts = "", "", Counts()
+        self.base_ids: list[int] = []
+        self.uses: list[HypertokenUse] = []
+
+    def add_emitted(self, event: Emitted) -> None:
+        """Shows the text that an emitted id completes; does nothing if the text has already ended."""
+        if self._ended:
+            return
+        piece = self._stream.feed(event.base_ids)
+        self._ended = piece.finish_reason is not None
+        self.base_ids += [one for one in piece.base_ids if one not in self._eos]
+        if event.origin is not None:
+            self.uses.append(HypertokenUse(event.base_ids, event.origin.kind))
+        self._show_text(piece.text, len(event.base_ids))
+
+    def end_text(self) -> None:
+        """Shows the text that was held back; ids that arrive later are ignored."""
+        if not self._ended:
+            self._ended = True
+            self._show_text(self._stream.finish("stop").text, 1)
+
+    def _show_text(self, text: str, length: int) -> None:
+        if text:
+            self.text += text
+            self._show(text, length)
+
+
+def stream_answer(
+    engine: Engine,
+    submission: Submission,
+    arrived: Arrived,
+    show: Callable[[str, int], None],
+    show_prefill: Callable[[int, int], None],
+) -> Answer:
+    """Submits a request, shows its text as it arrives, and returns the answer when it has ended.
+
+    arrived: queue that the engine's events are put into. A None in the queue stops the answer, which keeps the text
+    shown so far; a signal handler may put None there, even before this call. show: see `Answer`. show_prefill:
+    called with the number of prompt ids read so far and the number of all prompt ids. The engine stores the answer's
+    base ids under its text, for later prompts that hold it. Raises what `Engine.submit` raises, and the error of a
+    failed request.
+    """
+    answer = Answer(engine.tokenizer, show)
+    ticket = engine.submit(submission, arrived.put)
+    try:
+        while True:
+            event = arrived.get()
+            if event is None:
+                answer.end_text()  # ignores the ids that arrive from now on
+                engine.cancel(ticket)
+            elif isinstance(event, Emitted):
+                answer.add_emitted(event)
+            elif isinstance(event, Progress):
+                show_prefill(event.read, event.total)
+            elif isinstance(event, Failed):
+                raise event.error
+            elif isinstance(event, Finished):
+                answer.end_text()
+                answer.reason, answer.counts = event.reason, event.counts
+                if answer.text and not answer.text.endswith(REPLACEMENT):
+                    engine.note_answer(ticket, answer.text, answer.base_ids)
+                return answer
+            else:
+                assert isinstance(event, Started | Counted)
+    finally:
+        engine.cancel(ticket)
+
+
+@contextmanager
+def split_reasoning(view: Any, tokenizer: Any, prompt_ids: Sequence[int]) -> Iterator[Callable[[str, int], None]]:
+    """Context manager: yields a function that takes each piece of an answer and the number of base tokens of its id.
+
+    view: see `Front.show_answer`; shows the answer's text and reasoning, without the marks around the reasoning.
+    prompt_ids: base ids of the prompt, at whose end the mark that starts reasoning may stand.
+    """
+    turns = import_module("mlx_zip.server.answers.turn")
+    splitter = import_module("mlx_zip.server.answers.splitter").Splitter(tokenizer, turns.Turn(), prompt_ids)
+
+    def show(deltas: Sequence[Any], length: int) -> None:
+        for delta in deltas:
+            if isinstance(delta, turns.Reasoning):
+                view.feed_reasoning(delta.text)
+            else:
+                view.feed(delta.text, length)
+
+    try:
+        yield lambda text, length: show(splitter.feed(text), length)
+    finally:
+        show(splitter.finish(), 1)
+
+
+# ---- figures
+
+
 @dataclass
 class _Totals:
     """Sums over the answers of a chat. last: counts of the last answer."""
@@ -196,7 +308,9 @@ class _Totals:
         yield f"last prompt: {pluralize(last.prompt_tokens, 'base token')}, {last.cached_tokens:,} of them cached"
         if last.codebook_size:
             yield f"codebook: {last.entries:,} of {pluralize(last.codebook_size, 'entry')}"
-            yield f"KV cache: {_bytes_in_words(last.kv_bytes_saved)} saved"
+            saved = last.kv_bytes_saved
+            sizes = (f"{saved / unit:.1f} {name}" for unit, name in _UNITS if saved >= unit)
+            yield f"KV cache: {next(sizes, pluralize(saved, 'byte'))} saved"
 
 
 def _steps_in_words(base_tokens: int, steps: int) -> str:
@@ -204,7 +318,3 @@ def _steps_in_words(base_tokens: int, steps: int) -> str:
     rate = f" ({base_tokens / steps:.2f} per step)" if steps else ""
     saved = f", {pluralize(base_tokens - steps, 'step')} saved" if base_tokens > steps else ""
     return f"{pluralize(base_tokens, 'base token')} in {pluralize(steps, 'step')}{rate}{saved}"
-
-
-def _bytes_in_words(count: int) -> str:
-    return next((f"{count / unit:.1f} {name}" for unit, name in _UNITS if count >= unit), pluralize(count, "byte"))

@@ -262,11 +262,6 @@ def _hide_typed_keys() -> Iterator[None]:
             termios.tcsetattr(handle, termios.TCSADRAIN, before)
 
 
-def is_dumb_terminal() -> bool:
-    """Returns whether the environment variable TERM says that the terminal has no control sequences."""
-    return os.environ.get("TERM", "") in ("", "dumb", "unknown")
-
-
 class TypedHistory(FileHistory):
     """History of typed messages, kept in a file in prompt_toolkit's format.
 

@@ -44,12 +44,7 @@ class RunningServer:
         return MOST_OUTPUT if self.context is None else min(MOST_OUTPUT, self.context // 2)
 
 
-@dataclass(frozen=True)
-class AgentSettings:
-    """An agent's settings. files: settings file -> settings to merge into it. start: command that starts the agent."""
-
-    files: Mapping[Path, Any]
-    start: str
+AgentSettings = tuple[Mapping[Path, Any], str]  # settings file -> settings to merge into it; command to start the agent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints or writes an agent's settings; returns 0. Raises `MlxZipError`."""
     server = _query_server(args.url)
-    client = AGENTS[args.client](server)
+    files, start = AGENTS[args.client](server)
     if server.context is not None and server.context < SMALL_CONTEXT:
         print(
             f"warning: {server.model} has a context of {server.context} tokens, and what most agents say of themselves "
@@ -76,16 +71,16 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if args.write:
-        texts = {path: _read_settings(path) for path in client.files}
+        texts = {path: _read_settings(path) for path in files}
         merged = {
-            path: _merge_into_settings_text(path, text, client.files[path]) for path, text in texts.items()
+            path: _merge_into_settings_text(path, text, files[path]) for path, text in texts.items()
         }  # all files are merged before any is written
         for path, text in merged.items():
             print(_write_settings(path, texts[path], text))
     else:
-        for path, settings in client.files.items():
+        for path, settings in files.items():
             print(f"{path}:\n\n{_merge_into_settings_text(path, '', settings)}")
-    print(f"then: {client.start}")
+    print(f"then: {start}")
     return 0
 
 
@@ -114,7 +109,7 @@ def _codex_settings(server: RunningServer) -> AgentSettings:
     provider |= {"env_key": API_KEY} if server.key else {}
     window = {} if server.context is None else {"model_context_window": server.context}
     settings = {"model": server.model, "model_provider": NAME, **window, "model_providers": {NAME: provider}}
-    return AgentSettings({_config_folder("CODEX_HOME", "~/.codex") / "config.toml": settings}, "codex")
+    return {_config_folder("CODEX_HOME", "~/.codex") / "config.toml": settings}, "codex"
 
 
 def _claude_settings(server: RunningServer) -> AgentSettings:
@@ -124,7 +119,7 @@ def _claude_settings(server: RunningServer) -> AgentSettings:
     env |= {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.max_output_tokens)}
     if server.context is not None:
         env |= {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.context)}
-    return AgentSettings({_config_folder("CLAUDE_CONFIG_DIR", "~/.claude") / "settings.json": {"env": env}}, "claude")
+    return {_config_folder("CLAUDE_CONFIG_DIR", "~/.claude") / "settings.json": {"env": env}}, "claude"
 
 
 def _opencode_settings(server: RunningServer) -> AgentSettings:
@@ -138,9 +133,7 @@ def _opencode_settings(server: RunningServer) -> AgentSettings:
     }
     chosen = f"{NAME}/{server.model}"
     settings = {"model": chosen, "small_model": chosen, "provider": {NAME: provider}}
-    return AgentSettings(
-        {_config_folder("XDG_CONFIG_HOME", "~/.config") / "opencode" / "opencode.json": settings}, "opencode"
-    )
+    return {_config_folder("XDG_CONFIG_HOME", "~/.config") / "opencode" / "opencode.json": settings}, "opencode"
 
 
 def _aider_settings(server: RunningServer) -> AgentSettings:
@@ -157,7 +150,7 @@ def _aider_settings(server: RunningServer) -> AgentSettings:
         home / ".aider.model.settings.yml": [{"name": name, "edit_format": "whole", "reminder": None}],
         home / ".aider.model.metadata.json": {name: facts},
     }
-    return AgentSettings(files, "aider")
+    return files, "aider"
 
 
 def _litellm_settings(server: RunningServer) -> AgentSettings:
@@ -171,7 +164,7 @@ def _litellm_settings(server: RunningServer) -> AgentSettings:
         "model_info": {"max_output_tokens": server.max_output_tokens, "supports_function_calling": True, **length},
     }
     settings = {"model_list": [model], "general_settings": {_SET_ONCE: f"sk-{secrets.token_hex(16)}"}}
-    return AgentSettings({path: settings}, f"litellm --host 127.0.0.1 --config {path.name}")
+    return {path: settings}, f"litellm --host 127.0.0.1 --config {path.name}"
 
 
 AGENTS: dict[str, Callable[[RunningServer], AgentSettings]] = {

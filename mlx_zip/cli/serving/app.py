@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -13,15 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip import named
-from mlx_zip.arguments import add_codebook_flags, check_flags_at_least, parse_json_map
-from mlx_zip.cli import row_cache
+from mlx_zip.arguments import check_flags_at_least, parse_json_map
 from mlx_zip.cli.engine_choice import choose_engine
-from mlx_zip.cli.generation_flags import (
-    add_draft_flags,
-    add_kv_quantization_flags,
-    add_sampling_flag,
-    check_model_flag,
-)
+from mlx_zip.cli.generation_flags import add_engine_flags, add_sampling_flags, read_sampling_flags
 from mlx_zip.cli.serving.opening import (
     SERVER_LIBRARIES,
     open_chosen_engine,
@@ -29,13 +24,7 @@ from mlx_zip.cli.serving.opening import (
     report_engine_fault,
     server_pack_options,
 )
-from mlx_zip.cli.serving.serving_flags import (
-    DEFAULT_SAMPLING_FLAGS,
-    add_keep_wired_flag,
-    add_model_flags,
-    check_keep_wired,
-)
-from mlx_zip.engine.sampling.options import Sampling
+from mlx_zip.cli.serving.serving_flags import DEFAULT_SAMPLING_FLAGS, add_model_flags, check_serving_flags
 from mlx_zip.errors import GenerationError, MlxZipError, errors_as, import_or_explain, missing_library_error
 from mlx_zip.files import data_folder, expand_home, make_private
 from mlx_zip.models.model_folder import is_plain_model
@@ -66,13 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--system-prompt", metavar="TEXT", default="", help="system prompt of new conversations (default: none)")
     add("--max-tokens", type=int, default=1024, help="maximum number of base tokens per answer (default: 1024)")
-    for name, declared in DEFAULT_SAMPLING_FLAGS.items():
-        add_sampling_flag(add, name, *declared)
-    add_codebook_flags(add)
-    add_keep_wired_flag(add)
-    add_kv_quantization_flags(add)
-    add_draft_flags(add)
-    row_cache.add_row_cache_flags(add)
+    add_sampling_flags(add, DEFAULT_SAMPLING_FLAGS)
+    add_engine_flags(add)
     parser.set_defaults(**_SERVE_DEFAULTS)
 
 
@@ -98,14 +82,12 @@ def run(args: argparse.Namespace) -> int:
     file = None if args.no_history else expand_home(args.data) if args.data else kept.default_file()
     if args.purge:
         return _purge_conversations(kept, file)
-    with _open_page_listener(running, args.port) as listener:
-        store = _open_conversation_store(kept, file)
-        try:
-            if store.database.note:
-                print(f"note: {store.database.note}", file=sys.stderr)
-            fault = _open_model_and_serve_app(args, running, listener, store)
-        finally:
-            store.close()
+    with errors_as(GenerationError, f"--port {args.port}", OSError, end="; choose another --port"):
+        page = running.open_listener(args.port)
+    with page as listener, closing(_open_conversation_store(kept, file)) as store:
+        if store.database.note:
+            print(f"note: {store.database.note}", file=sys.stderr)
+        fault = _open_model_and_serve_app(args, running, listener, store)
     return report_engine_fault(fault)
 
 
@@ -113,19 +95,27 @@ def _open_model_and_serve_app(
     args: argparse.Namespace, running: Any, listener: Any, store: Any
 ) -> BaseException | None:
     """Opens the model and serves the app; returns the exception that ended the engine's thread, None after a signal."""
-    name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
+    chosen = read_packs(args.pack)
     asked = argparse.Namespace(**vars(args))  # for further models, each of which may get another engine
-    with open_engine_from_flags(args, name, chosen) as engine:
+    with open_engine_from_flags(args, chosen) as engine:
         from mlx_zip.engine.engines import Engines, make_other_models
 
         rival, open_model = args.race_against, partial(_open_other_model, asked)
-        options = _make_app_server_options(args, name, running.new_token(), server_pack_options(chosen, name, engine))
+        options = import_module("mlx_zip.server.options").Options(
+            model=args.model,
+            max_tokens=args.max_tokens,
+            sampling=read_sampling_flags(args),
+            template_options=parse_json_map("--chat-template-args", args.chat_template_args),
+            api_key=running.new_token(),
+            drain_s=2.0,
+            **server_pack_options(chosen, args.model, engine),
+        )
         ceiling = engine.ceiling()
         settings = _import_chat_app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         storage = None if args.no_history or not args.window else _window_folder()
         showing = running.PageDisplay(browser=not args.no_open, window=args.window, storage_folder=storage)
         hypertokens = {} if rival is None else {rival: not is_plain_model(rival)}
-        engines = Engines(engine, make_other_models(engine, open_model, rival, _choose_offered_models(name)))
+        engines = Engines(engine, make_other_models(engine, open_model, rival, _choose_offered_models(args.model)))
         return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
 
 
@@ -152,19 +142,16 @@ def _open_other_model(args: argparse.Namespace, name: str) -> Any:
     args: the flags as the user gave them, with --engine auto not yet replaced.
     """
     own = ("adapter_path", "pack", "codebook_size", "canonical", "chat_template", "draft_model")  # of the main model
-    changed = argparse.Namespace(**{**vars(args), **dict.fromkeys(own)})
+    changed = argparse.Namespace(**{**vars(args), **dict.fromkeys(own), "model": name})
     choose_engine(changed, name)
-    return open_chosen_engine(changed, name, None, keeps_sessions=False)
+    return open_chosen_engine(changed, None, keeps_sessions=False)
 
 
 def _check_app_flags(args: argparse.Namespace) -> None:
     """Raises `GenerationError` if a flag cannot be used, `InstallationError` if --window is given without pywebview."""
-    check_model_flag(args)
-    check_flags_at_least(args, 1, "max_tokens")
-    check_keep_wired(args.keep_wired)
-    if args.port is not None and not 0 <= args.port <= 65535:
-        raise GenerationError(f"--port must be from 0 to 65535, got {args.port}")
-    Sampling(**{name: getattr(args, name) for name in DEFAULT_SAMPLING_FLAGS})
+    check_serving_flags(args)
+    check_flags_at_least(args, 0, "port", below=1 << 16)
+    read_sampling_flags(args)
     if args.no_history and (args.data or args.purge):
         raise GenerationError("--no-history keeps nothing, so --data and --purge have no meaning with it")
     if args.window and find_spec("webview") is None:
@@ -174,11 +161,6 @@ def _check_app_flags(args: argparse.Namespace) -> None:
 def _import_chat_app_module(name: str) -> Any:
     """Imports a module of `mlx_zip.apps.chat`; if a library is missing, the error says how to install it."""
     return import_or_explain(f"mlx_zip.apps.chat.{name}", "mlx_zip app", *SERVER_LIBRARIES, extra="serve")
-
-
-def _open_page_listener(running: Any, port: int | None) -> Any:
-    with errors_as(GenerationError, f"--port {port}", OSError, end="; choose another --port"):
-        return running.open_listener(port)
 
 
 def _open_conversation_store(kept: Any, file: Any) -> Any:
@@ -193,22 +175,7 @@ def _purge_conversations(kept: Any, file: Any) -> int:
     """Deletes all kept conversations and prints how many there were; returns 0. Raises `GenerationError`."""
     count = 0
     if file.exists():
-        store = _open_conversation_store(kept, file)
-        try:
+        with closing(_open_conversation_store(kept, file)) as store:
             count = store.purge()
-        finally:
-            store.close()
     print(f"deleted: {pluralize(count, 'conversation')}")
     return 0
-
-
-def _make_app_server_options(args: argparse.Namespace, name: str, token: str, more: dict[str, Any]) -> Any:
-    return import_module("mlx_zip.server.options").Options(
-        model=name,
-        max_tokens=args.max_tokens,
-        sampling={flag: getattr(args, flag) for flag in DEFAULT_SAMPLING_FLAGS},
-        template_options=parse_json_map("--chat-template-args", args.chat_template_args),
-        api_key=token,
-        drain_s=2.0,
-        **more,
-    )

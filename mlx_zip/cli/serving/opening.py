@@ -15,7 +15,7 @@ from mlx_zip.cli.serving.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, errors_as, first_message_line
 from mlx_zip.files import check_regular_file, expand_home
 from mlx_zip.models.model_folder import is_plain_model
-from mlx_zip.packs.chosen import check_pack_fits_slots, pack_flag_with_files, pack_load_options
+from mlx_zip.packs.chosen import choose_request_pack, pack_load_options
 
 if TYPE_CHECKING:
     from mlx_zip.packs.pack import Pack
@@ -33,49 +33,57 @@ SERVER_LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "promet
 
 
 @contextmanager
-def open_engine_from_flags(
-    args: argparse.Namespace, name: str, chosen: Pack | None, group: Any = None
-) -> Iterator[Any]:
-    """Context manager: yields the engine of the model `name` that the flags in `args` ask for.
+def open_engine_from_flags(args: argparse.Namespace, chosen: Pack | None, group: Any = None) -> Iterator[Any]:
+    """Context manager: yields the engine that the flags in `args` ask for.
 
     chosen: the packs of --pack, or None. group: the machines of this run, None for one. Raises `MlxZipError`.
     """
-    engine_choice.choose_engine(args, name, group=group)
+    engine_choice.choose_engine(args, args.model, group=group)
     with (
         engine_choice.open_row_store(args) as store,
-        open_chosen_engine(args, name, chosen, group, store) as engine,
+        open_chosen_engine(args, chosen, group, store) as engine,
     ):
         yield engine
 
 
 def open_chosen_engine(
     args: argparse.Namespace,
-    name: str,
     chosen: Pack | None,
     group: Any = None,
     row_cache: Any = None,
     keeps_sessions: bool = True,
 ) -> Any:
-    """Returns the engine of the model `name` that the flags in `args` ask for; --engine auto must have been replaced.
+    """Returns the engine that the flags in `args` ask for; --engine auto must have been replaced.
 
     chosen: the packs of --pack, or None. group: the machines that the model is split over, None for one. row_cache: the
     row store, None for one of the engine's own. Raises `MlxZipError`.
     """
     from mlx_zip.engine.drafts import check_draft_options
+    from mlx_zip.engine.sessions.store import SessionOptions
 
     engine_choice.check_engine_flags(args)
     check_draft_options(args.draft, args.num_draft_tokens)
-    options = _options_of_all_engines(args, name, chosen)
+    template = {} if args.chat_template is None else {"chat_template": _read_chat_template(args.chat_template)}
+    options: dict[str, Any] = {
+        "canonical": args.canonical,
+        "tokenizer_config": template,
+        "trust_remote_code": args.trust_remote_code,
+        "max_running": args.decode_concurrency,
+        "max_waiting": args.max_waiting,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        **pack_options(chosen, args.codebook_size, args.model),
+    }
     if args.engine == engine_choice.VLLM:
         vllm_args = parse_json_map("--vllm-args", args.vllm_args)
-        return engine_choice.open_vllm_engine(name, vllm_args, keep_sessions=keeps_sessions, **options)
+        return engine_choice.open_vllm_engine(args.model, vllm_args, keep_sessions=keeps_sessions, **options)
+    sessions = (args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, args.model)
     options |= {
-        "sessions": _session_options(args, name) if keeps_sessions else None,
+        "sessions": SessionOptions(*sessions) if keeps_sessions else None,
         "draft": args.draft,
         "prefill_step_size": args.prefill_step_size,
     }
     if args.engine != engine_choice.MLX:
-        return engine_choice.open_torch_engine(name, args.engine, **options)
+        return engine_choice.open_torch_engine(args.model, args.engine, **options)
     options |= {flag: getattr(args, flag) for flag in _MLX_FLAGS}
     options |= {
         "max_kv_size": getattr(args, "max_kv_size", None),  # serve and app have no such flag
@@ -85,29 +93,10 @@ def open_chosen_engine(
     if group is None:
         from mlx_zip.engine.mlx.mlx_engine import open_engine
 
-        return open_engine(name, **options)
+        return open_engine(args.model, **options)
     from mlx_zip.engine.mlx.split_engine import open_split_engine
 
-    return open_split_engine(group, name, **options)
-
-
-def _options_of_all_engines(args: argparse.Namespace, name: str, chosen: Pack | None) -> dict[str, Any]:
-    template = {} if args.chat_template is None else {"chat_template": _read_chat_template(args.chat_template)}
-    return {
-        "canonical": args.canonical,
-        "tokenizer_config": template,
-        "trust_remote_code": args.trust_remote_code,
-        "max_running": args.decode_concurrency,
-        "max_waiting": args.max_waiting,
-        "max_prompt_tokens": args.max_prompt_tokens,
-        **pack_options(chosen, args.codebook_size, name),
-    }
-
-
-def _session_options(args: argparse.Namespace, name: str) -> Any:
-    from mlx_zip.engine.sessions.store import SessionOptions
-
-    return SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name)
+    return open_split_engine(group, args.model, **options)
 
 
 def report_engine_fault(fault: BaseException | None) -> int:
@@ -134,30 +123,6 @@ def pack_options(
 def session_folder(args: argparse.Namespace) -> Path | None:
     """Returns the folder that keeps conversations over restarts, None to keep no conversations on disk."""
     return row_cache.cache_folder_from_flag(args.session_cache, SESSIONS)
-
-
-def choose_request_pack(chosen: Pack | None, engine: Any) -> Any:
-    """Returns the pack for requests: `chosen`, or None if codebooks begin with the pack that the model was loaded with.
-
-    chosen: the packs of --pack, or None. Raises `MlxZipError` if the packs do not fit the model.
-    """
-    if chosen is None:
-        return None
-    chosen.check_made_for(engine.tokenizer)
-    if chosen.rows is not None:
-        return None
-    name = pack_flag_with_files(chosen)
-    if not engine.info.codebook_size:
-        raise GenerationError(
-            f"{name}: this model has no hypertokens, so nothing could use it; give a pack that was tuned for the model "
-            "(mlx_zip vocab pack tune)"
-        )
-    check_pack_fits_slots(chosen, engine.info.codebook_size)
-    try:
-        engine.check_pack(chosen)
-    except GenerationError as error:
-        raise GenerationError(f"{name} does not fit the model: {error.__cause__ or error}") from error
-    return chosen
 
 
 def _read_chat_template(given: str) -> str:

@@ -10,13 +10,11 @@ import signal
 import socket
 import sys
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
-from mlx_zip import named
 from mlx_zip.arguments import check_flags_at_least, parse_json_map
 from mlx_zip.cli import engine_choice
-from mlx_zip.cli.generation_flags import check_model_flag
+from mlx_zip.cli.generation_flags import read_sampling_flags
 from mlx_zip.cli.serving.opening import (
     SERVER_LIBRARIES,
     open_engine_from_flags,
@@ -26,10 +24,9 @@ from mlx_zip.cli.serving.opening import (
 )
 from mlx_zip.cli.serving.serving_flags import (
     API_KEY,
-    DEFAULT_SAMPLING_FLAGS,
     MOST_S,
     add_arguments,
-    check_keep_wired,
+    check_serving_flags,
 )
 from mlx_zip.errors import GenerationError, import_or_explain
 from mlx_zip.files import expand_home
@@ -38,7 +35,6 @@ from mlx_zip.packs.chosen import read_packs
 __all__ = ["add_arguments", "run"]
 
 log = logging.getLogger("mlx_zip.server")
-COUNTS = ("max_tokens", "decode_concurrency", "max_prompt_tokens", "prefill_step_size")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,27 +47,24 @@ def run(args: argparse.Namespace) -> int:
     if group is None:
         return _serve_first_machine(args, None, running)
 
-    from mlx_zip.cli.machine_watch import watch_machines
-    from mlx_zip.models.machines import is_first_machine
+    from mlx_zip.models.machines import is_first_machine, watch_machines
 
-    _refuse_session_files(args)
+    if args.session_files:
+        raise GenerationError("--session-files cannot be used on several machines: each has a share of the model only")
     with watch_machines(group):
-        return (
-            _serve_first_machine(args, group, running)
-            if is_first_machine(group)
-            else _follow_first_machine(args, group)
-        )
+        if is_first_machine(group):
+            return _serve_first_machine(args, group, running)
+        return _follow_first_machine(args, group)
 
 
 def _serve_first_machine(args: argparse.Namespace, group: Any, running: Any) -> int:
     """Serves on the first or only machine; returns the exit status. running: the module `mlx_zip.server.running`."""
-    name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
-    options = _make_serve_options(args, name)
+    chosen, options = read_packs(args.pack), _make_serve_options(args)
     with (
         _bind_listener(running, args.host, args.port, options["api_key"]) as listener,
-        open_engine_from_flags(args, name, chosen, group) as engine,
+        open_engine_from_flags(args, chosen, group) as engine,
     ):
-        options |= server_pack_options(chosen, name, engine)
+        options |= server_pack_options(chosen, args.model, engine)
         served = _import_server_module("options").Options(**options)
         fault = running.serve(engine, served, listener, args.log_level)
     return report_engine_fault(fault)
@@ -84,31 +77,19 @@ def _follow_first_machine(args: argparse.Namespace, group: Any) -> int:
     Raises `MlxZipError` if the first machine is lost.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name, chosen = named.DEFAULT if args.model is None else args.model, read_packs(args.pack)
-    with open_engine_from_flags(args, name, chosen, group) as engine:
+    with open_engine_from_flags(args, read_packs(args.pack), group) as engine:
         engine.follow()
     return 0
 
 
-def _refuse_session_files(args: argparse.Namespace) -> None:
-    if args.session_files:
-        raise GenerationError("--session-files cannot be used on several machines: each has a share of the model only")
-
-
 def _check_serve_flags(args: argparse.Namespace) -> None:
-    """Raises `GenerationError` if a flag cannot be used here or a value is out of range."""
-    check_model_flag(args)
-    check_flags_at_least(args, 1, *COUNTS)
-    check_flags_at_least(args, 0, "max_waiting", "drain", "temp", "top_k", "port")
-    if args.port > 65535:
-        raise GenerationError(f"--port must be at most 65535, got {args.port}")
-    if not args.drain < MOST_S:
-        raise GenerationError(f"--drain must be below {MOST_S}, got {args.drain}")
-    check_keep_wired(args.keep_wired)
-
-    from mlx_zip.engine.sampling.options import Sampling
-
-    Sampling(**{name: getattr(args, name) for name in DEFAULT_SAMPLING_FLAGS})
+    """Raises `MlxZipError` if a value is out of range."""
+    check_serving_flags(args)
+    read_sampling_flags(args)
+    check_flags_at_least(args, 1, "decode_concurrency", "max_prompt_tokens")
+    check_flags_at_least(args, 0, "max_waiting")
+    check_flags_at_least(args, 0, "port", below=1 << 16)
+    check_flags_at_least(args, 0, "drain", below=MOST_S)
 
 
 def _import_server_module(name: str) -> Any:
@@ -131,32 +112,27 @@ def _bind_listener(running: Any, host: str, port: int, key: str | None) -> Any:
     return listener
 
 
-def _make_serve_options(args: argparse.Namespace, name: str) -> dict[str, Any]:
+def _make_serve_options(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of the server's `Options` that are set by flags, except those for packs."""
-    key, hosts = _api_key(args), _allowed_hosts(args)
+    if args.api_key == "":  # it would let anybody in
+        raise GenerationError(f"--api-key is empty; leave it away to let everybody in, or set {API_KEY}")
+    files = None if args.session_files is None else expand_home(args.session_files)
+    if files is not None and not files.is_dir():
+        raise GenerationError(f"--session-files {args.session_files}: there is no such folder")
     return {
-        "model": name,
+        "model": args.model,
         **({} if args.max_tokens is None else dict.fromkeys(("max_tokens", "max_tokens_with_tools"), args.max_tokens)),
-        "sampling": {flag: getattr(args, flag) for flag in DEFAULT_SAMPLING_FLAGS},
+        "sampling": read_sampling_flags(args),
         "template_options": parse_json_map("--chat-template-args", args.chat_template_args),
-        "api_key": key,
+        "api_key": args.api_key or os.environ.get(API_KEY) or None,
         "allowed_origins": args.allowed_origins,
-        "hosts": hosts,
+        "hosts": _allowed_hosts(args),
         "max_body_bytes": args.max_body_bytes,
         "responses_folder": None if (folder := session_folder(args)) is None else folder / "responses",
-        "session_files": None
-        if args.session_files is None
-        else _existing_folder("--session-files", args.session_files),
+        "session_files": files,
         "drain_s": args.drain,
         "show_text": args.show_text,
     }
-
-
-def _api_key(args: argparse.Namespace) -> str | None:
-    """Returns the API key, None for none. Raises `GenerationError` if --api-key is empty: it would let anybody in."""
-    if args.api_key == "":
-        raise GenerationError(f"--api-key is empty; leave it away to let everybody in, or set {API_KEY}")
-    return args.api_key or os.environ.get(API_KEY) or None
 
 
 def _allowed_hosts(args: argparse.Namespace) -> frozenset[str] | None:
@@ -174,9 +150,3 @@ def _is_loopback(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
-
-
-def _existing_folder(flag: str, given: str) -> Path:
-    if not (path := expand_home(given)).is_dir():
-        raise GenerationError(f"{flag} {given}: there is no such folder")
-    return path

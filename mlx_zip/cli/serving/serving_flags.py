@@ -5,24 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.arguments import add_codebook_flags, add_trust_remote_code_flag
+from mlx_zip import named
+from mlx_zip.arguments import add_trust_remote_code_flag, check_flags_at_least
 from mlx_zip.cli import engine_choice, row_cache
 from mlx_zip.cli.generation_flags import (
-    SAMPLING_FLAGS,
     RefusedFlag,
     add_adapter_flag,
     add_canonical_flag,
-    add_draft_flags,
-    add_kv_quantization_flags,
-    add_sampling_flag,
+    add_default_template_flag,
+    add_engine_flags,
+    add_sampling_flags,
 )
-from mlx_zip.errors import GenerationError
 
 SESSIONS = "MLX_ZIP_SESSION_CACHE"
 API_KEY = "MLX_ZIP_API_KEY"
 MOST_S = 1_000_000  # upper bound of times: a thread can wait that long
-# sampling flag that sets a default for requests -> (type, default, help)
-DEFAULT_SAMPLING_FLAGS = {name: SAMPLING_FLAGS[name] for name in ("temp", "top_p", "top_k", "min_p")}
+DEFAULT_SAMPLING_FLAGS = ("temp", "top_p", "top_k", "min_p")  # sampling flags that set a default for requests
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,16 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum base tokens of an answer whose request sets none (default: 512, but what is left of the context "
         "for requests with tools and for Responses)",
     )
-    for name, (kind, default, text) in DEFAULT_SAMPLING_FLAGS.items():
-        add_sampling_flag(add, name, kind, default, f"{text}; for requests without this field")
+    add_sampling_flags(add, DEFAULT_SAMPLING_FLAGS, "; for requests without this field")
     _add_limit_flags(add)
-    add_keep_wired_flag(add)
     add_session_flags(add)
     add("--session-files", metavar="DIR", help="folder in which requests may save and load sessions (default: none)")
-    add_codebook_flags(add)
-    add_kv_quantization_flags(add)
-    add_draft_flags(add)
-    row_cache.add_row_cache_flags(add)
+    add_engine_flags(add)
     add(
         "--prompt-concurrency",
         action=RefusedFlag,
@@ -68,6 +61,7 @@ def add_model_flags(add: Any, purpose: str = "model to serve") -> None:
     """Declares the flags of the model and of its chat template. purpose: text that begins the help of --model."""
     add(
         "--model",
+        default=named.DEFAULT,
         help=f"{purpose}: folder, hub id or bundled model (default: stories, which tells children's stories)",
     )
     engine_choice.add_engine_flag(add, engine_choice.SERVING_NAMES)
@@ -80,13 +74,23 @@ def add_model_flags(add: Any, purpose: str = "model to serve") -> None:
     add_adapter_flag(add)
     add_trust_remote_code_flag(add)
     add("--chat-template", metavar="TEXT|FILE", help="chat template in Jinja's language (default: the model's own)")
-    add(
-        "--use-default-chat-template",
-        action="store_true",
-        help="no effect; accepted because mlx_lm.server has it (the model's own chat template is used)",
-    )
+    add_default_template_flag(add)
     add("--chat-template-args", help="JSON map of further arguments for the chat template (default: none)")
     add_canonical_flag(add)
+    add(
+        "--keep-wired",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="on a Mac, time without requests after which the system may move the model out of the GPU's memory, so "
+        "that the next answer begins later; 0: after each answer (default: 600)",
+    )
+
+
+def check_serving_flags(args: argparse.Namespace) -> None:
+    """Raises `DataError` if a flag that serve, chat and app have is out of range."""
+    check_flags_at_least(args, 1, "max_tokens", "prefill_step_size")
+    check_flags_at_least(args, 0, "keep_wired", below=MOST_S)
 
 
 def _add_network_flags(add: Any) -> None:
@@ -162,24 +166,6 @@ def _add_limit_flags(add: Any) -> None:
         help="maximum number of prompt ids that one model call reads, between steps of other answers (default: 512, "
         "and 2048 while a request is alone)",
     )
-
-
-def add_keep_wired_flag(add: Any) -> None:
-    """Declares --keep-wired, the time that an idle model stays in wired memory."""
-    add(
-        "--keep-wired",
-        metavar="SECONDS",
-        type=float,
-        default=600.0,
-        help="on a Mac, time without requests after which the system may move the model out of the GPU's memory, so "
-        "that the next answer begins later; 0: after each answer (default: 600)",
-    )
-
-
-def check_keep_wired(seconds: float) -> None:
-    """Raises `GenerationError` if --keep-wired is out of range."""
-    if not 0 <= seconds < MOST_S:
-        raise GenerationError(f"--keep-wired must be from 0 to below {MOST_S}, got {seconds:g}")
 
 
 def add_session_flags(add: Any) -> None:

@@ -6,22 +6,22 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import add_limit_bytes_flag
 from mlx_zip.cli.actions import (
-    TOKENIZER_HELP,
     add_data_flag,
     add_held_out_flag,
     add_json_flag,
+    add_tokenizer_flag,
     checked_output_path,
-    escape_unprintable,
-    read_first_stage_tokenizer,
+    format_record,
+    iterate_with_progress,
+    read_texts,
 )
-from mlx_zip.cli.preparation import parse_columns
+from mlx_zip.cli.preparation import add_columns_flag, parse_columns
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.named import resolve_model_name
@@ -45,7 +45,7 @@ EXAMPLES = """examples:
 
 def _add_adapt_learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER_HELP}")
+    add_tokenizer_flag(add, "tokenizer to adapt", required=True)
     add_data_flag(add, "texts to adapt the tokenizer to", required=True)
     add_held_out_flag(add, "adapted tokenizer")
     add(
@@ -109,13 +109,7 @@ def _add_adapt_learn_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_adapt_text_flags(add: Any, texts: str) -> None:
     """Declares the flags that `learn` and `show` share. texts: what --limit-bytes limits."""
-    add(
-        "--columns",
-        nargs="+",
-        default=[],
-        metavar="FIELD=COLUMN",
-        help="column of .jsonl records that holds the text, as text=COLUMN (default: text)",
-    )
+    add_columns_flag(add)
     add_limit_bytes_flag(add, texts)
     add_plot_flag(add, "bytes per token of the adapted and the base tokenizer")
     add_json_flag(add)
@@ -123,6 +117,7 @@ def _add_adapt_text_flags(add: Any, texts: str) -> None:
 
 def _run_adapt_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.files import write_json
+    from mlx_zip.text.tokenizers import read_first_stage_tokenizer
     from mlx_zip.vocab.adaptbpe.adapted import adapt_vocabulary, count_words
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
     from mlx_zip.vocab.adaptbpe.tokenizer_json import exact_tokenizer_json
@@ -133,9 +128,10 @@ def _run_adapt_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str
         plain = checked_output_path("--tokenizer-json", args.tokenizer_json, read=[*read, out])
     plot = checked_plot_path(args.plot, read=[*read, out, plain])
     base = read_base_vocabulary(read_first_stage_tokenizer(args.tokenizer), args.pieces)
-    texts, held_out = _read_corpus_texts(args, args.data), _read_corpus_texts(args, args.held_out)
+    columns = parse_columns(args.columns)
+    texts, held_out = (read_texts(files, None, args.limit_bytes, columns) for files in (args.data, args.held_out))
     begun = time.perf_counter()
-    words = count_words(base.splitter, _iterate_with_progress("Counting", texts))
+    words = count_words(base.splitter, iterate_with_progress("Counting", texts))
     with ProgressBar(None, "swap", "Adapting") as count:
         vocabulary = adapt_vocabulary(
             base, words, args.merges, method=args.method, progress=lambda swap: count(), **settings
@@ -150,7 +146,8 @@ def _run_adapt_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str
         record["held_out"] = _count_tokens(vocabulary, base, held_out)
     _draw_bytes_per_token(plot, record)
     record |= {"seconds": round(took_s, 3), "file": str(out)}
-    return record, _format_adapted_vocabulary(record)
+    hint = "these counts are of the texts adapted to: --held-out FILE counts others"
+    return record, [*format_record(record), *([] if held_out else ["", hint])]
 
 
 def _draw_bytes_per_token(path: Path | None, record: dict[str, Any]) -> None:
@@ -180,36 +177,31 @@ def _adapt_method_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _add_adapt_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        help=f"tokenizer that was adapted, to check that and to count its tokens in --data too: {TOKENIZER_HELP}",
-    )
+    add_tokenizer_flag(add, "tokenizer that was adapted, to check that and to count its tokens in --data too")
     add_data_flag(add, "texts to count tokens in", default=[])
     _add_adapt_text_flags(add, "--data")
 
 
-def _run_adapt_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_adapt_show(args: argparse.Namespace) -> dict[str, Any]:
+    from mlx_zip.text.tokenizers import read_first_stage_tokenizer
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted_vocabulary
     from mlx_zip.vocab.adaptbpe.base_vocabulary import read_base_vocabulary
     from mlx_zip.vocab.adaptbpe.merge_list import PIECES
 
     if args.plot is not None and not args.data:
         raise GenerationError("--plot draws the tokens of texts: name some with --data")
-    plot, vocabulary, base = (
-        checked_plot_path(args.plot, [*args.data, args.file]),
-        read_adapted_vocabulary(args.file),
-        None,
-    )
+    plot = checked_plot_path(args.plot, [*args.data, args.file])
+    vocabulary, base = read_adapted_vocabulary(args.file), None
     if args.tokenizer is not None:
         pieces = vocabulary.splitter.pieces  # other pieces than those in PIECES come from the base's own file
         base = read_base_vocabulary(read_first_stage_tokenizer(args.tokenizer), pieces if pieces in PIECES else None)
         vocabulary.check_base(base)
     record = _adapted_vocabulary_record(vocabulary, base)
     if args.data:
-        record |= _count_tokens(vocabulary, base, _read_corpus_texts(args, args.data))
+        texts = read_texts(args.data, None, args.limit_bytes, parse_columns(args.columns))
+        record |= _count_tokens(vocabulary, base, texts)
         _draw_bytes_per_token(plot, record)
-    return record, _format_adapted_vocabulary(record)
+    return record
 
 
 def _add_adapt_encode_flags(parser: argparse.ArgumentParser) -> None:
@@ -282,40 +274,10 @@ def _parse_id_words(name: str, text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _read_corpus_texts(args: argparse.Namespace, files: list[str]) -> list[str]:
-    from mlx_zip.text.documents import read_corpus
-
-    if not files:
-        return []
-    columns = parse_columns(args.columns)
-    return [document.text for document in read_corpus(files, None, args.limit_bytes, columns).documents]
-
-
-def _iterate_with_progress(task: str, texts: list[str]) -> Iterator[str]:
-    with ProgressBar(len(texts), "text", task) as count:
-        for text in texts:
-            yield text
-            count()
-
-
 def _adapted_vocabulary_record(vocabulary: Any, base: Any) -> dict[str, Any]:
     """Returns counts and settings of an adapted tokenizer, for --json. base: its base tokenizer, None if unknown."""
     of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
-    return {
-        "base": vocabulary.name,
-        "base_ids": vocabulary.base_ids,
-        "ids": len(vocabulary),
-        "method": vocabulary.method,
-        "rule": vocabulary.rule,
-        "merges": vocabulary.actual_merges,
-        "virtual": len(vocabulary.virtual),
-        "promoted": len(vocabulary.merges) - vocabulary.first,
-        "added_tokens": len(vocabulary.splitter.added),
-        "letters": vocabulary.letters,
-        "settings": vocabulary.settings,
-        "fingerprint": vocabulary.fingerprint,
-        **of_base,
-    }
+    return vocabulary.stats() | of_base
 
 
 def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
@@ -324,49 +286,13 @@ def _count_tokens(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any
     Utility is 1 - tokens per byte (arXiv 2601.21665).
     """
     n_bytes = sum(len(text.encode("utf-8")) for text in texts)
-    tokens = sum(len(vocabulary.encode(text)) for text in _iterate_with_progress("Encoding", texts))
+    tokens = sum(len(vocabulary.encode(text)) for text in iterate_with_progress("Encoding", texts))
     counts = {"bytes": n_bytes, "tokens": tokens, "utility": round(1 - tokens / n_bytes, 4)}
     if base is not None:
         whole = base.encoder()
-        base_tokens = sum(len(base.encode(text, whole)) for text in _iterate_with_progress("Encoding", texts))
+        base_tokens = sum(len(base.encode(text, whole)) for text in iterate_with_progress("Encoding", texts))
         counts |= {"base_tokens": base_tokens, "base_utility": round(1 - base_tokens / n_bytes, 4)}
     return counts
-
-
-def _format_adapted_vocabulary(record: dict[str, Any]) -> list[str]:
-    letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
-    base = escape_unprintable(record["base"])
-    lines = [
-        f"{record['ids']} ids of the {record['base_ids']} of {base}: {record['merges']} merges, 256 bytes, "
-        f"{letters}{record['added_tokens']} added tokens",
-        f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
-        f"rule {record['rule']}",
-    ]
-    if record.get("unreachable"):
-        lines.append(f"{record['unreachable']} tokens of {base} are left out: no merge makes them")
-    if record.get("ignore_merges"):
-        lines.append(
-            f"{base} prefers whole tokens to merges (ignore_merges); the adapted vocabulary always uses its merges"
-        )
-    if "bytes" in record:
-        lines += _format_token_counts("texts", base, record)
-    if "held_out" in record:
-        lines += _format_token_counts("held-out texts", base, record["held_out"])
-    elif "file" in record:
-        lines.append("these counts are of the texts adapted to: --held-out FILE counts others")
-    if "seconds" in record:
-        lines.append(f"adapted in {record['seconds']} s; written to {record['file']}")
-    return lines
-
-
-def _format_token_counts(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
-    def per_token(tokens: int) -> str:
-        return f"{tokens} tokens ({counts['bytes'] / tokens:.3f} bytes per token)"
-
-    lines = [f"{texts}: {counts['bytes']} bytes are {per_token(counts['tokens'])}"]
-    if "base_tokens" in counts:
-        lines.append(f"{texts}, with all of {base}: {per_token(counts['base_tokens'])}")
-    return lines
 
 
 ACTIONS = {

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 from mlx_zip.arguments import add_limit_bytes_flag, add_separator_flag, check_flags_at_least
 from mlx_zip.cli.actions import (
     DATA_HELP,
-    TOKENIZER_HELP,
     Action,
     add_data_flag,
     add_json_flag,
     add_show_flag,
+    add_tokenizer_flag,
     checked_output_path,
-    read_first_stage_tokenizer,
+    format_record,
+    read_texts,
 )
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_bars
 from mlx_zip.errors import DataError, errors_as
-from mlx_zip.progress import pluralize
 from mlx_zip.vocab.hbpe.measures import FIT_LATENT, FIT_LOCAL, parse_tower
 
 if TYPE_CHECKING:
@@ -89,15 +88,13 @@ def _add_patch_flags(add: Any) -> None:
 
 
 def _add_tokenizer_flag(add: Any) -> None:
-    add(
-        "--tokenizer",
-        required=True,
-        metavar="NAME",
-        help=f"tokenizer whose tokens become patches: {TOKENIZER_HELP}; or a .json list of tokens in hex",
+    add_tokenizer_flag(
+        add, "tokenizer whose tokens become patches", "; or a .json list of tokens in hex", required=True
     )
 
 
 def _run_hbpe_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.text.tokenizers import read_first_stage_tokenizer
     from mlx_zip.vocab.hbpe.patch_merges import learn_merges, tokens_too_long
     from mlx_zip.vocab.hbpe.patch_table import SUFFIX, PatchTable
 
@@ -110,8 +107,7 @@ def _run_hbpe_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     with errors_as(DataError, str(out), OSError):
         table.save(out)
     pool = len(tokens_too_long(tokens, args.patch_size))
-    record, lines = _describe_patch_table(table, args.show, learned.counts.tolist())
-    _draw_patch_lengths(plot, record)
+    record, lines = _describe_patch_table(table, args.show, plot, learned.counts.tolist())
     record["tokens_too_long"] = pool
     return record, [f"{out} is written; merges were learned from {pool} tokens that did not fit", *lines]
 
@@ -121,44 +117,23 @@ def _run_hbpe_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
 
     check_flags_at_least(args, 0, "show")
     plot = checked_plot_path(args.plot, read=[args.table])
-    record, lines = _describe_patch_table(PatchTable.load(args.table), args.show)
-    _draw_patch_lengths(plot, record)
-    return record, lines
+    return _describe_patch_table(PatchTable.load(args.table), args.show, plot)
 
 
-def _draw_patch_lengths(path: Path | None, record: dict[str, Any]) -> None:
-    """Draws the number of patches of each length, unless `path` is None. record: from `_describe_patch_table`."""
-    if path is not None:
-        lengths = {str(length): count for length, count in record["patch_lengths"].items()}
-        draw_bars(path, {"patches": lengths}, ("symbols of a patch", "patches"))
-
-
-def _describe_patch_table(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
+def _describe_patch_table(
+    table: Any, show: int, plot: Path | None, counts: list[int] | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """Returns the contents of a patch table as a record for --json and as lines to print.
 
-    show: number of merges that the lines list. counts: per merge, how often its pair occurred when the merge was
-    learned; None for a table from a file, which does not hold counts.
+    show: number of merges that the lines list. plot: file to draw the number of patches of each length in, or None.
+    counts: per merge, how often its pair occurred when the merge was learned; None for a table from a file, which does
+    not hold counts.
     """
-    spelled = table.merges.bytes_of_symbols
-    lengths = Counter(table.lengths.tolist())
-    record = {
-        "tokens": len(table),
-        "patch_size": table.patch_size,
-        "mode": table.mode,
-        "merges": [list(pair) for pair in table.merges.pairs],
-        "symbols": table.merges.symbols,
-        "table_bytes": table.rows.nbytes,
-        "longest_token_bytes": max(map(len, table.tokens), default=0),
-        "patch_lengths": dict(sorted(lengths.items())),
-        "fingerprint": table.fingerprint,
-        **({} if counts is None else {"counts": counts}),
-    }
-    lines = [
-        f"{record['tokens']} tokens, the longest of {record['longest_token_bytes']} bytes, in patches of at most "
-        f"{record['patch_size']} symbols ({record['mode']})",
-        f"{len(record['merges'])} merges, {record['symbols']} symbols; table {record['table_bytes']} bytes",
-        "patches by length: " + ", ".join(f"{n}: {count}" for n, count in record["patch_lengths"].items()),
-    ]
+    record = table.stats() | ({} if counts is None else {"counts": counts})
+    if plot is not None:
+        heights = {str(length): count for length, count in record["patch_lengths"].items()}
+        draw_bars(plot, {"patches": heights}, ("symbols of a patch", "patches"))
+    lines, spelled = [*format_record(record), ""], table.merges.bytes_of_symbols
     for k, (left, right) in enumerate(table.merges.pairs[:show]):
         seen = "" if counts is None else f", seen {counts[k]} times"
         lines.append(f"{257 + k:>6} = {left} {right}  {_format_token_bytes(spelled[257 + k])}{seen}")
@@ -168,16 +143,14 @@ def _describe_patch_table(table: Any, show: int, counts: list[int] | None = None
 def _run_hbpe_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.cli.compression import read_file_or_standard_input
     from mlx_zip.text.formats import read_tokenizer_file
+    from mlx_zip.text.tokenizers import read_first_stage_tokenizer
     from mlx_zip.vocab.hbpe.measures import fertility, word_count
     from mlx_zip.vocab.hbpe.patch_table import PatchTable
     from mlx_zip.vocab.hbpe.patch_text import make_text_encoder
 
     check_flags_at_least(args, 0, "show")
-    text, table, tokenizer = (
-        read_file_or_standard_input(args.data),
-        PatchTable.load(args.table),
-        read_first_stage_tokenizer(args.tokenizer),
-    )
+    text, table = read_file_or_standard_input(args.data), PatchTable.load(args.table)
+    tokenizer = read_first_stage_tokenizer(args.tokenizer)
     table.check_tokens(tokenizer.tokens())
     ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split
     ids = list(make_text_encoder(read_tokenizer_file(tokenizer.path) if ranks else tokenizer.build_tokenizer())(text))
@@ -197,13 +170,7 @@ def _run_hbpe_encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str
         "ids": ids,
         "patch_symbols": patches,
     }
-    per_word = f", {record['fertility']:.3f} patches per word" if words else ""
-    lines = [
-        f"{n_bytes} bytes -> {len(ids)} patches of {record['bytes_per_patch']:.3f} bytes{per_word}",
-        f"{record['symbols']} symbols, {record['symbols_per_patch']:.3f} per patch, end mark included",
-    ]
-    if not record["exact"]:
-        lines.append("the patches do not spell the text exactly: the tokenizer normalizes the text before it splits it")
+    lines = [*format_record(record), ""]
     for i, patch in zip(ids[: args.show], patches, strict=False):
         lines.append(f"{i:>8}  {_format_token_bytes(table.tokens[i])}  {' '.join(map(str, patch))}")
     return record, lines
@@ -220,19 +187,13 @@ def _format_token_bytes(token: bytes) -> str:
 
 _SIZES = ("vocab_size", "patch_size", "mode", "context", "latent", "local")
 _SETTINGS = {
-    "iters": 1000,
-    "batch_size": 8,
-    "learning_rate": 1e-3,
+    "iters": (1000, "number of optimizer steps in the whole run"),
+    "batch_size": (8, "number of windows per step"),
+    "learning_rate": (1e-3, "peak learning rate of the cosine schedule, which ends at a twentieth of it"),
     "warmup": 0,
-    "seed": 0,
+    "seed": (0, "random seed of new weights and of the order of the windows"),
     "steps_per_report": 10,
     "save_every": 100,
-}
-_PURPOSES = {
-    "iters": "number of optimizer steps in the whole run",
-    "batch_size": "number of windows per step",
-    "learning_rate": "peak learning rate of the cosine schedule, which ends at a twentieth of it",
-    "seed": "random seed of new weights and of the order of the windows",
 }
 
 
@@ -281,7 +242,7 @@ def _add_hbpe_fit_flags(parser: argparse.ArgumentParser) -> None:
         help="size of the local encoder and of the local decoder, which read and write a patch's symbols; FFN: width "
         "of the MLP (default: 2,128,128,2)",
     )
-    add_training_flags(add, _SETTINGS, _PURPOSES)
+    add_training_flags(add, _SETTINGS)
     add("--json", action="store_true", help="print one JSON object, and no progress")
 
 
@@ -314,16 +275,16 @@ def _run_hbpe_fit(args: argparse.Namespace) -> Any:
     If a signal ended the run, returns the exit status 129, 130 or 143. Raises `MlxZipError`.
     """
     from mlx_zip.files import expand_home
-    from mlx_zip.training.loop import TrainingStopped
     from mlx_zip.training.patch_training import MODEL, PatchFitOptions, evaluate_patch_texts
     from mlx_zip.training.patch_training import fit_patch_model as train
     from mlx_zip.training.settings import TrainSettings
+    from mlx_zip.training.trainer import TrainingStopped
 
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings = TrainSettings(**settings, min_learning_rate=args.learning_rate / 20)
     options = PatchFitOptions(args.tokenizer, **{name: getattr(args, name) for name in _SIZES})
-    texts = _read_patch_texts(args.data, args.separator, args.limit_bytes)
-    valid = _read_patch_texts(args.valid, args.separator, None) if args.valid else []
+    texts = read_texts(args.data, args.separator, args.limit_bytes)
+    valid = read_texts(args.valid, args.separator)
     out = expand_home(args.out)
     try:
         saved = train(texts, options, settings, out, quiet=args.json)
@@ -333,7 +294,7 @@ def _run_hbpe_fit(args: argparse.Namespace) -> Any:
     if not valid:
         return record, [record["model"]]
     record["valid"] = evaluate_patch_texts(saved, valid)
-    return record, [record["model"], *_format_patch_evaluation(record["valid"])]
+    return record, [record["model"], *format_record(record["valid"])]
 
 
 def _run_hbpe_generate(args: argparse.Namespace) -> int:
@@ -390,33 +351,14 @@ def _print_written_patches(
     return parts, 0
 
 
-def _run_hbpe_evaluate(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _run_hbpe_evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from mlx_zip.models.patches.patch_model import load_patch_model
     from mlx_zip.training.patch_training import evaluate_patch_texts
 
     check_flags_at_least(args, 1, "batch_size")
     saved = load_patch_model(args.model)
-    found = evaluate_patch_texts(saved, _read_patch_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
-    return {"model": args.model, **found}, _format_patch_evaluation(found)
-
-
-def _format_patch_evaluation(found: dict[str, Any]) -> list[str]:
-    words = "" if found["fertility"] is None else f", {found['fertility']:.3f} patches per word"
-    texts = f"{pluralize(found['documents'], 'document')}, {pluralize(found['bytes'], 'byte')}"
-    lines = [
-        f"{found['bits_per_byte']:.4f} bits per byte: {texts}",
-        f"{found['bytes_per_patch']:.3f} bytes and {found['symbols_per_patch']:.3f} symbols per patch{words}; "
-        f"{found['forward_flops_per_byte']:.3g} FLOPs per byte, {found['parameters']} parameters",
-    ]
-    if not found["exact"]:
-        lines.append("the patches do not spell the texts: the tokenizer changes them before it splits them")
-    return lines
-
-
-def _read_patch_texts(files: list[str], separator: str | None, limit_bytes: int | None) -> list[str]:
-    from mlx_zip.text.documents import read_corpus
-
-    return [document.text for document in read_corpus(files, separator, limit_bytes).documents]
+    found = evaluate_patch_texts(saved, read_texts(args.data, args.separator, args.limit_bytes), args.batch_size)
+    return {"model": args.model, **found}
 
 
 ACTIONS: dict[str, Action] = {

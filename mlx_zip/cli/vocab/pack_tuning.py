@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.cli.actions import add_json_flag, checked_output_path
-from mlx_zip.cli.preparation import add_text_flags, make_similar_source, make_sources
+from mlx_zip.cli.preparation import add_text_flags, make_prepare_options, make_similar_source, make_sources
 from mlx_zip.cli.training import add_training_flags, report_stop
 from mlx_zip.errors import DataError
 from mlx_zip.models.model_folder import is_plain_model
@@ -22,23 +23,18 @@ EXAMPLE = """example:
 """
 HELD_OUT = 20  # without --valid, every 20th window of --data is held out
 _DEFAULTS = {
-    "iters": 300,
-    "batch_size": 8,
+    "iters": (300, "number of optimizer steps in the whole run"),
+    "batch_size": (8, "number of windows per step"),
     "learning_rate": 2e-3,
     "min_learning_rate": 1e-4,
     "warmup": 0,
     "max_grad_norm": 1.0,
-    "seed": 0,
+    "seed": (0, "random seed of the order of the windows"),
     "steps_per_report": 10,
     "steps_per_eval": 100,
     "save_every": 50,
     "keep": 2,
     "dtype": "float32",
-}
-_PURPOSES = {
-    "iters": "number of optimizer steps in the whole run",
-    "batch_size": "number of windows per step",
-    "seed": "random seed of the order of the windows",
 }
 
 
@@ -97,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="floating-point type of the entries' rows in the written pack (default: float32)",
     )
-    add_training_flags(add, _DEFAULTS, _PURPOSES)
+    add_training_flags(add, _DEFAULTS)
     add("--plot", action="store_true", help="draw curves.png in the folder of --run; needs matplotlib (default: off)")
     add_json_flag(add)
 
@@ -105,12 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Any:
     """Tunes the pack and writes it. Raises `MlxZipError`.
 
-    Returns a record for --json and lines to print. If a signal ended the run, whose last step is then saved, returns
-    the exit status 129, 130 or 143.
+    Returns a record. If a signal ended the run, whose last step is then saved, returns the exit status 129, 130 or 143.
     """
     from mlx_zip.packs.pack import SUFFIX, load_pack
-    from mlx_zip.training.pack_tuning import dequantize_all_weights, load_model_to_tune, tune_pack
+    from mlx_zip.training.pack_tuning import load_model_to_tune, tune_pack
     from mlx_zip.training.settings import TrainSettings
+    from mlx_zip.training.starting_model import dequantize_all_weights
 
     check_flags_at_least(args, 1, "most_ids", "valid_ids")
     args.out = checked_output_path("--out", args.out, "a pack", SUFFIX, read=[args.file])
@@ -118,7 +114,7 @@ def run(args: argparse.Namespace) -> Any:
     if args.out.resolve() in (place.resolve(), *place.resolve().parents):
         raise DataError(f"--run {place}: the tuned pack is to be a file at {args.out}; choose another --run")
     if args.plot:
-        from mlx_zip.training.run_metrics import load_matplotlib
+        from mlx_zip.training.run_folder import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
     chosen = {name: getattr(args, name) for name in _DEFAULTS}
@@ -132,7 +128,7 @@ def run(args: argparse.Namespace) -> Any:
         model = dequantize_all_weights(model, args.dtype)
     found = tune_pack(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
     if args.plot:
-        from mlx_zip.training.run_metrics import plot_training_curves
+        from mlx_zip.training.run_folder import plot_training_curves
 
         plot_training_curves(place)
     if found.rows is None:
@@ -142,7 +138,7 @@ def run(args: argparse.Namespace) -> Any:
 
 def _make_tuning_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
     """Returns the plan, which has the codec, the tokenizer, and whether the model is plain. Raises `DataError`."""
-    from mlx_zip.training.prepare.plan import PrepareOptions, make_preparation_plan
+    from mlx_zip.training.prepare.plan import make_preparation_plan
 
     if not pack.entries:
         raise DataError(f"{args.file}: a pack without entries has no rows to tune")
@@ -151,19 +147,9 @@ def _make_tuning_plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bo
         raise DataError("--codebook-size: a plain model's codebook holds the pack's entries and never grows")
     if not plain and args.position_mode is not None:
         raise DataError("--position-mode is for plain models: a zip2zip model's config sets it")
-    sizes = (len(pack.entries), pack.merge_size) if plain else (args.codebook_size, None)
-    options = PrepareOptions(
-        sources=make_sources(args),
-        out=args.out,
-        model=args.model,
-        context=args.context,
-        codebook_size=sizes[0],
-        merge_size=sizes[1],
-        pack=Path(args.file),
-        train_on="all",
-        trust_remote_code=args.trust_remote_code,
-    )
-    return *make_preparation_plan(options)[:2], plain
+    sizes = {"codebook_size": len(pack.entries), "merge_size": pack.merge_size} if plain else {}
+    options = make_prepare_options(args, pack=Path(args.file), train_on="all", **sizes)
+    return *make_preparation_plan(options), plain
 
 
 def _read_tuning_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
@@ -177,40 +163,26 @@ def _read_tuning_windows(args: argparse.Namespace, plan: Any, tokenizer: Any) ->
     own = make_sources(args)
     data = windows(own, args.most_ids)
     if args.valid is None:
-        _check_enough_windows(len(data), args.context)
+        if len(data) < HELD_OUT:
+            raise DataError(
+                f"--data makes {pluralize(len(data), 'window')} (one text, or {args.context} base ids of one); to hold "
+                f"one out for validation, at least {HELD_OUT} are needed: give more text, or name validation texts "
+                "with --valid"
+            )
         data, held = [one for i, one in enumerate(data, 1) if i % HELD_OUT], data[HELD_OUT - 1 :: HELD_OUT]
     else:
         held = windows((make_similar_source(args.valid, own[0]),), args.valid_ids)
         if not held:
             raise DataError(f"--valid {' '.join(args.valid)}: no text to validate on")
-    held = _first_windows(held, args.valid_ids)
+    read = accumulate(len(one.ids) for one in held)
+    held = [one for one, ids in zip(held, read, strict=True) if ids <= args.valid_ids] or held[:1]
     return compress_windows(plan.params, data, "--data"), compress_windows(plan.params, held, "the held-out text")
-
-
-def _check_enough_windows(windows: int, context: int) -> None:
-    """Raises `DataError` if there are too few windows to hold one out. context: maximum base ids per window."""
-    if windows < HELD_OUT:
-        raise DataError(
-            f"--data makes {pluralize(windows, 'window')} (one text, or {context} base ids of one); to hold one "
-            f"out for validation, at least {HELD_OUT} are needed: give more text, or name validation texts with --valid"
-        )
-
-
-def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
-    """Returns the first windows that together have at most `most_ids` base ids, but at least one window."""
-    kept, ids = [], 0
-    for one in windows:
-        if kept and ids + len(one.ids) > most_ids:
-            break
-        kept.append(one)
-        ids += len(one.ids)
-    return kept
 
 
 def _write_tuned_pack(
     args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any
-) -> tuple[dict[str, Any], list[str]]:
-    """Writes the tuned pack; returns figures as a record for --json and as lines to print.
+) -> dict[str, Any]:
+    """Writes the tuned pack; returns figures as a record.
 
     found: result of `tune_pack`. texts: training and validation windows.
     """
@@ -236,7 +208,4 @@ def _write_tuned_pack(
     tuned = Pack(pack.entries, tokenizer_fingerprint(tokenizer), {**pack.about, "tuned": about}, found.rows)
     save_pack(args.out, tuned)
     kept = {"file": str(args.out), "entries": len(pack.entries), "fingerprint": tuned.fingerprint}
-    return kept | about, [
-        f"{args.out}: {pluralize(len(pack.entries), 'entry')} tuned for {about['model']}, {tuned.fingerprint[:12]}",
-        f"{about['held_out_bytes']:,} bytes held out: {found.before:.4f} bits per byte before, {found.after:.4f} now",
-    ]
+    return kept | about

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.arguments import check_flags_at_least
 from mlx_zip.cli.actions import (
-    TOKENIZER_HELP,
     add_held_out_flag,
     add_json_flag,
     add_show_flag,
+    add_tokenizer_flag,
     checked_output_path,
-    escape_unprintable,
+    format_record,
 )
-from mlx_zip.cli.preparation import (
-    add_codec_flags,
-    add_source_flags,
-    make_similar_source,
-    make_sources,
-    parse_disabled_ids,
-)
+from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, make_prepare_options, make_similar_source
 from mlx_zip.cli.vocab import pack_tuning
 from mlx_zip.cli.vocab.plots import add_plot_flag, checked_plot_path, draw_curves
 from mlx_zip.errors import DataError, errors_as
@@ -77,9 +72,10 @@ def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     args.window = WINDOW if args.window is None else args.window
     check_flags_at_least(args, 1, "size", "window", "most_ids")
     args.out = checked_output_path("--out", args.out, "a pack", SUFFIX)
-    plot, options = checked_plot_path(args.plot, [args.out]), _make_prepare_options(args)
+    plot = checked_plot_path(args.plot, [args.out])
+    options = make_prepare_options(args, train_on="all", empty_start=True)
     held_out_texts = (make_similar_source(args.held_out, options.sources[0]),) if args.held_out else ()
-    plan, tokenizer, _ = make_preparation_plan(options, pads=False)
+    plan, tokenizer = make_preparation_plan(options, pads=False)
     texts = _encode_texts_to_learn(args, options.sources, tokenizer)
     held_out = _encode_texts_to_learn(args, held_out_texts, tokenizer) if held_out_texts else []
     if held_out_texts and not any(map(len, held_out)):
@@ -112,25 +108,6 @@ def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
         shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
         print(f"{shortfall}; give more text for more entries", file=sys.stderr)
     return _describe_pack(args.out, pack)
-
-
-def _make_prepare_options(args: argparse.Namespace) -> Any:
-    """Returns the flags as `PrepareOptions`, from which `make_preparation_plan` reads the tokenizer and the codec."""
-    from mlx_zip.training.prepare.plan import PrepareOptions
-
-    return PrepareOptions(
-        sources=make_sources(args),
-        out=args.out,
-        model=args.model,
-        tokenizer=args.tokenizer,
-        merge_size=args.merge_size,
-        codebook_size=args.codebook_size,
-        disable=parse_disabled_ids(args),
-        protect=tuple(args.protect),
-        train_on="all",
-        empty_start=True,
-        trust_remote_code=args.trust_remote_code,
-    )
 
 
 def _encode_texts_to_learn(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
@@ -201,12 +178,8 @@ def _make_learn_progress(count: ProgressBar) -> Any:
 def _add_pack_show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="pack file to show (.npz, .json or .npy)")
-    add(
-        "--tokenizer",
-        metavar="NAME",
-        help=f"tokenizer that shows entries as text: {TOKENIZER_HELP} (default: show the texts in the pack, else base "
-        "ids)",
-    )
+    default = " (default: show the texts in the pack, else base ids)"
+    add_tokenizer_flag(add, "tokenizer that shows entries as text", default)
     add_show_flag(add, "entries to list, best first")
     add_plot_flag(add, "how often each entry was used in the texts learned from")
     add_json_flag(add)
@@ -226,7 +199,8 @@ def _run_pack_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
             raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
         texts = [tokenizer.decode(list(entry)) for entry in entries]
     else:
-        texts = _entry_texts_in_pack(pack)[: args.show] or [" ".join(map(str, entry)) for entry in entries]
+        told = _told_by_entry(pack, "texts", lambda one: isinstance(one, str))
+        texts = told[: args.show] or [" ".join(map(str, entry)) for entry in entries]
     if plot is not None:
         if not (uses := _entry_uses_in_pack(pack)):
             raise DataError(f"{args.file} does not say how often its entries were used, so there is nothing to draw")
@@ -235,17 +209,15 @@ def _run_pack_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
     return _describe_pack(args.file, pack, texts)
 
 
-def _entry_texts_in_pack(pack: Any) -> list[str]:
-    texts = pack.about.get("texts")
-    fit = isinstance(texts, list) and len(texts) == len(pack.entries) and all(isinstance(one, str) for one in texts)
-    return texts if fit else []
+def _told_by_entry(pack: Any, name: str, may_be: Callable[[Any], bool]) -> list[Any]:
+    """Returns what a pack says of each entry under `name`, [] unless it says something that may be of each entry."""
+    told = pack.about.get(name)
+    return told if isinstance(told, list) and len(told) == len(pack.entries) and all(map(may_be, told)) else []
 
 
 def _entry_uses_in_pack(pack: Any) -> list[int]:
     """Returns how often each entry was used in the texts learned from, [] if the pack does not hold these counts."""
-    uses = pack.about.get("uses")
-    fit = isinstance(uses, list) and len(uses) == len(pack.entries) and all(type(n) is int and n >= 0 for n in uses)
-    return uses if fit else []
+    return _told_by_entry(pack, "uses", lambda n: type(n) is int and n >= 0)
 
 
 # ---- merge
@@ -290,7 +262,7 @@ def _add_pack_check_flags(parser: argparse.ArgumentParser) -> None:
 
 def _run_pack_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Returns the result of `_describe_pack`. Raises `DataError` if the model cannot use the pack."""
-    from mlx_zip.errors import CodecError
+    from mlx_zip.errors import CodecError, MlxZipError
     from mlx_zip.models.model_folder import read_model_codec, read_model_config
     from mlx_zip.packs.pack import load_pack
     from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
@@ -304,18 +276,12 @@ def _run_pack_check(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
         if codec is not None:
             codec.with_start(pack)
     if pack.rows is not None:
-        _check_rows_fit_model(args, pack)
+        from mlx_zip.models.loading import load
+
+        with errors_as(DataError, f"{args.file} does not fit {args.model}", MlxZipError):
+            load(args.model, pack=pack)
     record, lines = _describe_pack(args.file, pack)
     return record, [*lines, f"{args.model} can use this pack"]
-
-
-def _check_rows_fit_model(args: argparse.Namespace, pack: Any) -> None:
-    """Loads the model with the pack. Raises `DataError` if the pack's rows were tuned for another model."""
-    from mlx_zip.errors import MlxZipError
-    from mlx_zip.models.loading import load
-
-    with errors_as(DataError, f"{args.file} does not fit {args.model}", MlxZipError):
-        load(args.model, pack=pack)
 
 
 # ---- description of a pack
@@ -326,10 +292,9 @@ def _describe_pack(path: str | Path, pack: Any, texts: list[str] | None = None) 
 
     texts: texts of the pack's first entries, which are then listed; None to list no entries.
     """
-    path = Path(path)
     about = {key: value for key, value in pack.about.items() if key not in ("uses", "texts")}
     record = {
-        **about,
+        **_add_rates(about),
         "file": str(path),
         "entries": len(pack.entries),
         "longest": pack.merge_size,
@@ -337,35 +302,27 @@ def _describe_pack(path: str | Path, pack: Any, texts: list[str] | None = None) 
         "fingerprint": pack.fingerprint,
         "rows_of": pack.rows and pack.rows.model,
     }
+    held_out = about.get("held_out")
+    if isinstance(held_out, dict):
+        record["held_out"] = _add_rates(held_out)
     if texts is not None:
         rows = zip(texts, pack.entries, [*_entry_uses_in_pack(pack), *[None] * len(texts)], strict=False)
-        record["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
-    return record, _format_pack(path, pack, about, record.get("best", []))
+        record["best"] = [{"uses": n, "base_ids": entry, "text": text} for text, entry, n in rows]
+    lines = format_record(record)
+    if "base_ids_per_id" in record and not held_out:
+        lines += ["", "this rate is of the texts learned from: learn with --held-out FILE to measure others"]
+    return record, lines
 
 
-def _format_pack(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
-    """Returns the contents of a pack as lines to print. about: facts from the pack's file. best: entries to list."""
-    entries = f"{pluralize(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
-    lines = [f"{path}: {entries}, fingerprint {pack.fingerprint[:12]}"]
-    if _has_positive_numbers(about, "base_ids", "ids", "ids_without", "window"):
-        lines.append(f"learned from {_format_pack_rate(about)}, in windows of {about['window']}")
-        held_out = about.get("held_out")
-        if isinstance(held_out, dict) and _has_positive_numbers(held_out, "base_ids", "ids", "ids_without"):
-            lines.append(f"held out: {_format_pack_rate(held_out)}")
-        else:
-            lines.append("this rate is of the texts learned from: learn with --held-out FILE to measure others")
-    if _has_positive_numbers(about, "head_cost", "steps_cost", "ids_without"):
-        speedup = about["ids_without"] / about["steps_cost"]
-        lines.append(f"a row costs {about['head_cost']:.2e} of a step: {speedup:.3f} times as fast as without the pack")
-    if pack.rows is not None:
-        shape, model = list(pack.rows.output.shape), escape_unprintable(pack.rows.model[:12])
-        lines.append(f"rows tuned for model {model}: {pack.rows.output.dtype} {shape}")
-    return lines + [f"{'' if row['uses'] is None else str(row['uses']):>8.8} {row['text']!r}" for row in best]
-
-
-def _format_pack_rate(about: dict[str, Any]) -> str:
-    base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
-    return f"{base:,} base ids: {base / ids:.3f} base ids per id, {base / without:.3f} without the pack"
+def _add_rates(about: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a pack says of texts, with base ids per id, and speed with --head-cost, in addition."""
+    rates = {}
+    if _has_positive_numbers(about, "base_ids", "ids", "ids_without"):
+        base_ids = about["base_ids"]
+        rates = {"base_ids_per_id": base_ids / about["ids"], "base_ids_per_id_without": base_ids / about["ids_without"]}
+    if _has_positive_numbers(about, "steps_cost", "ids_without"):
+        rates["speedup"] = about["ids_without"] / about["steps_cost"]
+    return {**about, **rates}
 
 
 def _has_positive_numbers(about: dict[str, Any], *names: str) -> bool:

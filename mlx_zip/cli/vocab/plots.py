@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def checked_plot_path(name: str | None, read: Iterable[str | Path | None]) -> Pa
     """
     if name is None:
         return None
-    from mlx_zip.training.run_metrics import load_matplotlib
+    from mlx_zip.training.run_folder import load_matplotlib
 
     if Path(name).suffix not in SUFFIXES:
         raise DataError(f"--plot {name}: a plot is a {' or '.join(SUFFIXES)} file")
@@ -39,38 +40,33 @@ def draw_curves(path: Path, curves: Mapping[str, Points], axes: tuple[str, str],
 
     curves: name -> points (x, y). axes: labels of the x and y axis. scale: "linear" or "log", for both axes.
     """
-    figure, axis = _new_figure(axes)
-    for name, points in curves.items():
-        axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 40 else None)
-    axis.set(xscale=scale, yscale=scale)
-    axis.grid(alpha=0.3)
-    _write_figure(path, figure, axis, len(curves) > 1)
+    with _drawing(path, axes, len(curves) > 1) as axis:
+        for name, points in curves.items():
+            axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 40 else None)
+        axis.set(xscale=scale, yscale=scale)
+        axis.grid(alpha=0.3)
 
 
 def draw_bars(path: Path, bars: Mapping[str, Mapping[str, float]], axes: tuple[str, str]) -> None:
     """Draws groups of bars: bars[series][group] is the height of a bar. axes: labels of the x and y axis."""
-    figure, axis = _new_figure(axes)
     groups = list(next(iter(bars.values())))
     width = 0.8 / len(bars)
-    for i, (name, heights) in enumerate(bars.items()):
-        axis.bar([at + i * width for at in range(len(groups))], [heights[g] for g in groups], width, label=name)
-    axis.set_xticks([at + width * (len(bars) - 1) / 2 for at in range(len(groups))], groups)
-    _write_figure(path, figure, axis, len(bars) > 1)
+    with _drawing(path, axes, len(bars) > 1) as axis:
+        for i, (name, heights) in enumerate(bars.items()):
+            axis.bar([at + i * width for at in range(len(groups))], [heights[g] for g in groups], width, label=name)
+        axis.set_xticks([at + width * (len(bars) - 1) / 2 for at in range(len(groups))], groups)
 
 
-def _new_figure(axes: tuple[str, str]) -> tuple[Any, Any]:
-    from mlx_zip.training.run_metrics import load_matplotlib
+@contextmanager
+def _drawing(path: Path, axes: tuple[str, str], legend: bool) -> Iterator[Any]:
+    """Context manager: yields matplotlib's axis to draw on, then writes the figure. Raises `DataError`."""
+    from mlx_zip.files import atomic_file
+    from mlx_zip.training.run_folder import load_matplotlib
 
     figure = load_matplotlib()[0](figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     axis.set(xlabel=axes[0], ylabel=axes[1])
-    return figure, axis
-
-
-def _write_figure(path: Path, figure: Any, axis: Any, legend: bool) -> None:
-    """Writes a figure to `path`, with a legend if `legend`. Raises `DataError` if the file cannot be written."""
-    from mlx_zip.files import atomic_file
-
+    yield axis
     if legend:
         axis.legend()
     with errors_as(DataError, f"--plot {path}", OSError), atomic_file(path) as partial:

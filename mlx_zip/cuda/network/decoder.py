@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from mlx_zip.cuda.kernels.activations import rms_norm
@@ -131,8 +130,10 @@ def attend_to_cache(
     mask, q = seen.mask(window), q.transpose(1, 2)
     keys, values = keys[:, :, : seen.end], values[:, :, : seen.end]
     if mask is None:
-        order = causal_lower_right(q.shape[2], seen.end)
-        return scaled_dot_product_attention(q, keys, values, attn_mask=order, enable_gqa=True).transpose(1, 2)
+        is_first = q.shape[2] == seen.end  # PyTorch's plain causal mask counts from the first key
+        order = None if is_first else causal_mask(q.shape[2], seen.end, q.device)
+        found = scaled_dot_product_attention(q, keys, values, attn_mask=order, is_causal=is_first, enable_gqa=True)
+        return found.transpose(1, 2)
     # with a mask, PyTorch's fused attention needs as many key heads as query heads; heads are repeated for one sequence
     # at a time, to save memory
     copies = q.shape[1] // keys.shape[1]
@@ -143,6 +144,15 @@ def attend_to_cache(
         for seen_by_own, own, *cached in zip(mask, q, keys, values, strict=True)
     ]
     return torch.cat(rows).transpose(1, 2)
+
+
+def causal_mask(length: int, end: int, device: torch.device) -> torch.Tensor:
+    """Returns which of `end` keys each of the last `length` sees, [length, end] bool: those that are not after it."""
+    if device.type != "cuda":
+        return torch.ones(length, end, dtype=torch.bool, device=device).tril(end - length)
+    from torch.nn.attention.bias import causal_lower_right  # imports PyTorch's compiler, which takes seconds
+
+    return causal_lower_right(length, end)  # a tensor that fused attention takes for what it is
 
 
 def visible_key_mask(slots: torch.Tensor, end: int, window: int | None) -> torch.Tensor:

@@ -99,8 +99,8 @@ class PreparationPlan:
     pool: tuple[Entry, ...] | None = None
 
 
-def make_preparation_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPlan, Any, dict[str, Any]]:
-    """Returns the plan, the tokenizer, and all settings that the result depends on. Writes nothing.
+def make_preparation_plan(options: PrepareOptions, pads: bool = True) -> tuple[PreparationPlan, Any]:
+    """Returns the plan and the tokenizer. Writes nothing.
 
     pads: False if samples are never padded, so that the tokenizer needs no pad or eos token. Raises `DataError` if an
     input cannot be read or the options do not fit the model or tokenizer.
@@ -121,8 +121,7 @@ def make_preparation_plan(options: PrepareOptions, pads: bool = True) -> tuple[P
     pool = None
     if options.start_draw is not None:
         pool, params = _read_entry_pool(options, params, tokenizer), replace(params, start=None)
-    plan = PreparationPlan(options, folder, params, pool)
-    return plan, tokenizer, _make_settings_record(plan, tokenizer)
+    return PreparationPlan(options, folder, params, pool), tokenizer
 
 
 def _choose_codec(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:
@@ -214,8 +213,11 @@ def _read_entry_pool(options: PrepareOptions, params: CodecParams, tokenizer: An
     return pool
 
 
-def _make_settings_record(plan: PreparationPlan, tokenizer: Any) -> dict[str, Any]:
-    """Returns everything that the result depends on, as values for JSON, with digests in place of long lists."""
+def make_settings_record(plan: PreparationPlan, tokenizer: Any) -> dict[str, Any]:
+    """Returns everything that the result depends on, as values for JSON, with digests in place of long lists.
+
+    Raises `DataError` if a source cannot be read.
+    """
     options, entries = plan.options, plan.params.start if plan.pool is None else plan.pool
     tokens = 1 + max(tokenizer.get_vocab().values())
     return {

@@ -1,16 +1,22 @@
 """`prepare`: turns files and data sets into shards of compressed samples with loss masks.
 
-The result is the same for any number of workers. After an interruption only the missing shards are made.
+Each source's records are cut into chunks, and worker processes make one shard of each chunk. The result is the same for
+any number of workers. After an interruption only the missing shards are made.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +25,20 @@ from numpy.typing import NDArray
 
 import mlx_zip
 from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.files import exit_with_parent_process, write_json
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.progress import ProgressBar
-from mlx_zip.text.sources import SourceReader, is_read_from_files, source_files
+from mlx_zip.text.sources import Item, Skipped, SourceReader, is_read_from_files, parse_item, source_files
+from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.training.prepare.encoding import EncodedRecord, RecordEncoder, compress_window, cut_training_windows
 from mlx_zip.training.prepare.mixture import choose_next_sources, count_kept_samples
-from mlx_zip.training.prepare.plan import PreparationPlan, PrepareOptions, make_preparation_plan
-from mlx_zip.training.prepare.prepared_folder import POOL_FILE, PreparedFolder
-from mlx_zip.training.prepare.sharding import (
-    Chunk,
-    ShardMaker,
-    cut_chunks,
-    make_shard_in_worker,
-    start_worker,
-)
+from mlx_zip.training.prepare.plan import PreparationPlan, PrepareOptions, make_preparation_plan, make_settings_record
+from mlx_zip.training.prepare.shards import POOL_FILE, PreparedFolder, Sample, write_shard
 
 SHARDS_PER_ROUND = 16  # number of shards whose sources are chosen at a time, from the shares reached so far
+MOST_NOTES = 20  # maximum number of skipped records that a shard's record names
+BYTES_PER_ID = 4  # rough guess, to estimate how much text fills a shard
+_HOW_TO_GO_ON = "the shards written so far stay: run the same again to go on"
 ShardRecords = list[list[dict[str, Any]]]  # for each source, the records of its shards in order
 
 
@@ -47,7 +52,8 @@ def prepare_data(options: PrepareOptions, workers: int = 1, progress: bool = Fal
     """
     if workers < 1:
         raise DataError(f"workers must be 1 or more, got {workers}")
-    plan, tokenizer, settings = make_preparation_plan(options)
+    plan, tokenizer = make_preparation_plan(options)
+    settings = make_settings_record(plan, tokenizer)
     folder = PreparedFolder(options.out)
     try:
         with folder.open(settings) as index:
@@ -68,27 +74,6 @@ def prepare_data(options: PrepareOptions, workers: int = 1, progress: bool = Fal
     except OSError as error:  # errors in reading were turned into `DataError`
         go_on = f"; {_HOW_TO_GO_ON}" if any(options.out.glob("shard-*.json")) else ""
         raise DataError(f"{options.out} cannot be written: {failure_reason(error)}{go_on}") from error
-
-
-_HOW_TO_GO_ON = "the shards written so far stay: run the same again to go on"
-MakeShards = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
-
-
-@contextmanager
-def _start_shard_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Iterator[MakeShards]:
-    """Context manager: yields a function that makes shards of chunks in `workers` processes, and returns records."""
-    if workers == 1:
-        maker = ShardMaker(plan, tokenizer)
-        yield lambda chunks: map(maker.make_shard, chunks)
-        return
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, start_worker, (plan,))
-    try:
-        yield lambda chunks: pool.map(make_shard_in_worker, chunks)
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 class _Preparation:
@@ -209,3 +194,141 @@ class _Preparation:
             samples = sum(record["samples"] for record in own)
             found.append({"data": source.data, "samples": samples, "base_ids": base_ids, "share": base_ids / whole})
         return found
+
+
+# ---- one shard
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The items of one shard. number: the shard's number. source: index of the items' source in the mixture.
+
+    stored: bytes of files read up to the end of this chunk, over all sources, for the progress bar.
+    """
+
+    number: int
+    source: int
+    items: tuple[Item, ...]
+    stored: int = 0
+
+    @property
+    def name(self) -> str:
+        """The shard's name, with which the shard's file names begin."""
+        return f"shard-{self.number:05d}"
+
+
+def cut_chunks(items: Iterator[Item], samples: int, context: int, fill: bool | None) -> Iterator[tuple[Item, ...]]:
+    """Yields groups of items, each with about `samples` windows. Equal items give equal groups.
+
+    context: base ids per window. fill: see `fill_windows` in `PrepareOptions`.
+    """
+    group: list[Item] = []
+    windows = 0.0
+    for item in items:
+        group.append(item)
+        size = item.size / (BYTES_PER_ID * context)
+        windows += size if (_looks_like_document(item) if fill is None else fill) else max(1.0, size)
+        if windows >= samples:
+            yield tuple(group)
+            group, windows = [], 0.0
+    if group:
+        yield tuple(group)
+
+
+def _looks_like_document(item: Item) -> bool:
+    """Guesses without parsing whether an item is a document and not a conversation."""
+    keys = ("messages", "prompt") if item.kind == "row" else (b'"messages"', b'"prompt"')
+    return item.kind == "text" or not any(key in item.raw for key in keys)
+
+
+class ShardMaker:
+    """Makes the shards of a plan. tokenizer: the plan's tokenizer if it is loaded already, None to load it."""
+
+    def __init__(self, plan: PreparationPlan, tokenizer: Any = None) -> None:
+        self.plan, self.options = plan, plan.options
+        tokenizer = tokenizer or load_tokenizer(plan.tokenizer, self.options.trust_remote_code)
+        self.encoder = RecordEncoder(tokenizer, self.options.train_on)
+
+    def make_shard(self, chunk: Chunk) -> dict[str, Any]:
+        """Writes the arrays of a shard, then the shard's record, and returns the record.
+
+        Invalid records of the chunk are skipped and counted. Other failures raise `DataError` or `OSError`.
+        """
+        columns, context = self.options.sources[chunk.source].columns, self.options.context
+        results = self.encoder.encode([parse_item(item, columns) for item in chunk.items])
+        encoded = [one for one in results if isinstance(one, EncodedRecord)]
+        wrong = [f"{one.where}: {one.reason}" for one in results if isinstance(one, Skipped) and not one.empty]
+        samples, starts = self._make_samples(encoded, chunk.number)
+        learnable = [bool(sample.mask.any()) for sample in samples]
+        kept = list(compress(samples, learnable))
+        record = write_shard(self.options.out, chunk.name, kept, None if starts is None else starts[learnable]) | {
+            "source": chunk.source,
+            "records": len(results),
+            "windowed": sum(len(one.ids) + len(one.lead) > context for one in encoded),
+            "skipped": {
+                "wrong": len(wrong),
+                "empty": len(results) - len(encoded) - len(wrong),
+                "unlearnable windows": len(samples) - len(kept),
+            },
+            "notes": wrong[:MOST_NOTES],
+        }
+        write_json(self.options.out / f"{chunk.name}.json", record)
+        return record
+
+    def _make_samples(
+        self, encoded: Sequence[EncodedRecord], number: int
+    ) -> tuple[list[Sample], NDArray[np.int32] | None]:
+        """Returns the records' compressed windows, and `starts` for `write_shard`. number: the shard's number."""
+        params, pool, draw = self.plan.params, self.plan.pool, self.options.start_draw
+        windows = cut_training_windows(encoded, self.options.context, self.options.fill_windows, self.encoder.lead)
+        if pool is None or draw is None:
+            return [compress_window(params, window) for window in windows], None
+        rng, samples, starts = np.random.default_rng([self.options.seed, number]), [], []
+        for window in windows:
+            starts.append(rng.choice(len(pool), draw, replace=False))
+            entries = tuple(pool[row] for row in starts[-1].tolist())
+            samples.append(compress_window(replace(params, start=entries), window))
+        return samples, np.array(starts, np.int32).reshape(-1, draw)
+
+
+# ---- worker processes
+
+MakeShards = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
+
+
+@contextmanager
+def _start_shard_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Iterator[MakeShards]:
+    """Context manager: yields a function that makes shards of chunks in `workers` processes, and returns records."""
+    if workers == 1:
+        maker = ShardMaker(plan, tokenizer)
+        yield lambda chunks: map(maker.make_shard, chunks)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, start_worker, (plan,))
+    try:
+        yield lambda chunks: pool.map(make_shard_in_worker, chunks)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_maker: ShardMaker | None = None
+
+
+def start_worker(plan: PreparationPlan) -> None:
+    """Initializes a worker process: one tokenizer thread, silent exit on Ctrl-C, and exit when the parent exits.
+
+    No file is left incomplete by an exit, because files are written atomically.
+    """
+    global _maker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # ignored in a script's background job
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    exit_with_parent_process()
+    _maker = ShardMaker(plan)
+
+
+def make_shard_in_worker(chunk: Chunk) -> dict[str, Any]:
+    """Runs `ShardMaker.make_shard` in a worker process."""
+    if _maker is None:
+        raise DataError("a worker process was not started as one")
+    return _maker.make_shard(chunk)

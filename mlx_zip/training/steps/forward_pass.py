@@ -7,7 +7,7 @@ that the function can be differentiated and compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,3 +118,25 @@ def call_with_recompute(module: nn.Module, call: Callable[[mx.array], Any], x: m
         return out
 
     return mx.checkpoint(again)(module.trainable_parameters(), x)
+
+
+def recompute_activations(blocks: Sequence[nn.Module]) -> None:
+    """Makes `blocks` recompute their activations in the backward pass. Names and weights are unchanged.
+
+    The blocks must not draw random numbers, because the second pass would draw others. Unlike mlx-lm's
+    `grad_checkpoint`, which changes the class itself, this does not affect other blocks of the same class.
+    """
+    made: dict[type, type] = {}
+    for block in blocks:
+        kind = type(block)
+        if kind not in made:
+            made[kind] = type(kind.__name__, (kind,), {"__call__": _recomputing_call(kind.__call__)})
+        block.__class__ = made[kind]
+
+
+def _recomputing_call(call: Callable[..., Any]) -> Callable[..., Any]:
+
+    def checkpointed(block: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        return call_with_recompute(block, lambda x: call(block, x, *args, **kwargs), x)
+
+    return checkpointed

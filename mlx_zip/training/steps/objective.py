@@ -88,12 +88,13 @@ class Trainee(nn.Module):
     def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
         """Returns sums over the positions that count, float32 scalars: `nats`, `count`, and each loss with a weight.
 
-        arrays: arrays of a `Batch`. long: use LongRoPE's long factors.
+        arrays: arrays of a `Batch`; one without a codebook is read as base ids, and has no added losses. long: use
+        LongRoPE's long factors.
         """
         if not isinstance(self.model, Model):
             return sum_plain_nats(self.model(arrays["inputs"]), arrays)
         if "entries" not in arrays:
-            raise ValueError("a zip model is trained on samples with a codebook")
+            return self._base_losses(arrays, long)
         out = run_forward_pass(self.model, arrays, self.make_hyper_rows(arrays), long)
         sums = sum_joint_nats(out.base, out.hyper, arrays)
         if self.loss_weights.reconstruction:
@@ -120,24 +121,15 @@ class Trainee(nn.Module):
         """Returns a batch's hyper rows for `run_forward_pass`: those that the hyper-encoders make."""
         return encode_hyper_rows(self.model, arrays)
 
-    def base_losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
-        """Returns `nats` and `count` of a batch of base ids, read without hypertokens.
-
-        arrays: arrays of a `Batch` that was made for a codec without a codebook. long: use LongRoPE's long factors.
-        """
-        model = self.model
-        if not isinstance(model, Model):
-            return sum_plain_nats(model(arrays["inputs"]), arrays)
-        row = mx.zeros((1, model.config.encoder.model_size))  # of an entry that is not available
+    def _base_losses(self, arrays: dict[str, mx.array], long: bool) -> dict[str, mx.array]:
+        row = mx.zeros((1, self.model.config.encoder.model_size))  # of an entry that is not available
         without = {
             **arrays,
             "input_rows": mx.full(arrays["inputs"].shape, -1, mx.int32),
             "slots": mx.zeros((arrays["inputs"].shape[0], 1), mx.int32),
             "available": mx.zeros_like(arrays["targets"]),
         }
-        if model.config.position_mode != "base_token_end":
-            del without["index"]
-        out = run_forward_pass(model, without, (row, row), long)
+        out = run_forward_pass(self.model, without, (row, row), long)
         return sum_joint_nats(out.base, out.hyper, without)
 
     def _reconstruction_loss(self, out: ForwardOutputs, arrays: dict[str, mx.array]) -> mx.array:

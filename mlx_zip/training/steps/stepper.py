@@ -89,11 +89,6 @@ class Stepper:
         sums: dict[str, Any] = self.trainee.losses(to_mlx_arrays(batch), long)
         return {name: float(value.item()) for name, value in sums.items()}
 
-    def measure_base_nats(self, batch: Batch, long: bool) -> float:
-        """Returns the summed nats of a batch of base ids, read without hypertokens. long: see `measure_losses`."""
-        nats: Any = self.trainee.base_losses(to_mlx_arrays(batch), long)["nats"]
-        return nats.item()
-
     def sync_to_trainee(self) -> None:
         """Does nothing, because trainee and optimizer are always up to date. `TorchStepper` has work to do here."""
 

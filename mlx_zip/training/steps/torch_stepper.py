@@ -12,7 +12,7 @@ gradient are computed in the forward pass; the backward pass only scales these g
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,6 @@ from mlx_zip.training.steps.stepper import (
     make_learning_rate_schedule,
 )
 from mlx_zip.training.steps.torch_model import TorchModel, to_mlx, to_torch
-from mlx_zip.training.steps.torch_muon import Muon
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST_BATCH_WORKERS = 6  # with a GPU: 24 windows take 0.2 s per step on an H200, and 0.3 s to make as a batch
@@ -109,12 +108,6 @@ class TorchStepper:
         with torch.no_grad():
             found = compute_losses(self.model, self.weights, self._to_device(batch), batch.longest)
         return {name: float(value) for name, value in found.items()}
-
-    def measure_base_nats(self, batch: Batch, long: bool) -> float:
-        """Returns the summed nats of a batch of base ids, read without hypertokens."""
-        self.model.eval()
-        with torch.no_grad():
-            return float(compute_plain_losses(self.model, self._to_device(batch), batch.longest)["nats"])
 
     def _apply_gradients(self) -> float:
         trained = [p for p in self.parameters.values() if p.grad is not None]
@@ -210,6 +203,62 @@ def _get_subtree(tree: Any, name: str) -> dict[str, Any]:
     return tree
 
 
+MUON_MOMENTUM, MUON_ROUNDS = 0.95, 5
+MUON_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # kellerjordan.github.io/posts/muon
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with the numbers of MLX's `optim.Muon`; `torch.optim.Muon` computes in bfloat16, so its losses differ.
+
+    Moves each matrix along its averaged gradient with all singular values near 1; Nesterov momentum, no decay.
+    """
+
+    def __init__(self, parameters: Iterable[dict[str, Any]], rate: float) -> None:
+        """parameters: groups of matrices, as PyTorch's optimizers take them.
+
+        rate: learning rate; a matrix with more rows than columns has a larger one.
+        """
+        super().__init__(parameters, {"lr": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Updates all matrices that have a gradient. Those of one shape are computed together."""
+        for group in self.param_groups:
+            shapes: dict[torch.Size, list[torch.Tensor]] = {}
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    shapes.setdefault(matrix.shape, []).append(matrix)
+            for (rows, columns), matrices in shapes.items():
+                update = orthogonalize(torch.stack([self._add_momentum(matrix) for matrix in matrices]))
+                rate = group["lr"] * max(1, rows / columns) ** 0.5
+                for matrix, one in zip(matrices, update, strict=True):
+                    matrix.sub_(one, alpha=rate)
+
+    def _add_momentum(self, matrix: torch.Tensor) -> torch.Tensor:
+        assert matrix.grad is not None
+        state = self.state[matrix]
+        if not state:
+            state["momentum"] = torch.zeros_like(matrix)
+        state["momentum"].lerp_(matrix.grad, 1 - MUON_MOMENTUM)
+        return matrix.grad.lerp(state["momentum"], MUON_MOMENTUM)
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """Returns matrices [N, R, C] with the same singular vectors, and singular values near 1.
+
+    By five Newton-Schulz iterations, which bring singular values above 0.01 of the matrix's norm to between 0.68 and
+    1.2; smaller ones stay smaller.
+    """
+    a, b, c = MUON_COEFFICIENTS
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(MUON_ROUNDS):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
 # ---- the objective
 
 CHUNK_POSITIONS = {"cpu": 256, "cuda": 2048}  # maximum number of positions per chunk
@@ -220,12 +269,11 @@ Arrays = Mapping[str, torch.Tensor]
 def compute_losses(model: TorchModel, weights: LossWeights, arrays: Arrays, longest: int) -> dict[str, torch.Tensor]:
     """Returns sums over the positions that count, float32 scalars: `nats`, `count`, and each loss with a weight.
 
-    arrays: arrays of a `Batch`. longest: `longest` of that batch.
+    arrays: arrays of a `Batch`; one without a codebook is read as base ids, and has no added losses. longest: `longest`
+    of that batch.
     """
-    if model.zip is None:
-        return compute_plain_losses(model, arrays, longest)
-    if "entries" not in arrays:
-        raise ValueError("a zip model is trained on samples with a codebook")
+    if model.zip is None or "entries" not in arrays:
+        return _sum_joint_nats(model, model.hidden_states(arrays, longest, None), None, arrays)
     read, written = model.make_hyper_rows(arrays)
     h = model.hidden_states(arrays, longest, read)
     sums = _sum_joint_nats(model, h, written, arrays)
@@ -234,11 +282,6 @@ def compute_losses(model: TorchModel, weights: LossWeights, arrays: Arrays, long
     if weights.token_type:
         sums["token_type"] = _token_type_loss(model, h, arrays)
     return sums
-
-
-def compute_plain_losses(model: TorchModel, arrays: Arrays, longest: int) -> dict[str, torch.Tensor]:
-    """Returns `nats` and `count` of a batch of base ids, read without hypertokens."""
-    return _sum_joint_nats(model, model.hidden_states(arrays, longest, None), None, arrays)
 
 
 def _sum_joint_nats(

@@ -129,6 +129,23 @@ class AdaptedVocabulary:
         """Number n of merges in the vocabulary, letters not counted."""
         return len(self.merges) - self.merges.letters - len(self.virtual)
 
+    def stats(self) -> dict[str, Any]:
+        """Returns counts and settings for reports, by name."""
+        return {
+            "base": self.name,
+            "base_ids": self.base_ids,
+            "ids": len(self),
+            "method": self.method,
+            "rule": self.rule,
+            "merges": self.actual_merges,
+            "virtual": len(self.virtual),
+            "promoted": len(self.merges) - self.first,
+            "added_tokens": len(self.splitter.added),
+            "letters": self.letters,
+            "settings": self.settings,
+            "fingerprint": self.fingerprint,
+        }
+
     @cached_property
     def ids(self) -> Uint32s:
         """The base id of each adapted id, uint32 [number of ids], rising."""

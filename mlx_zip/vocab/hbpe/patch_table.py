@@ -13,6 +13,7 @@ A table file is a .npz archive without pickle. `version` is checked first; `chec
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
@@ -115,6 +116,20 @@ class PatchTable:
     def fingerprint(self) -> str:
         """Fingerprint of the first-stage tokenizer (`first_stage.tokens_fingerprint`)."""
         return tokens_fingerprint(self.tokens)
+
+    def stats(self) -> dict[str, Any]:
+        """Returns figures and merges for reports, by name."""
+        return {
+            "tokens": len(self),
+            "patch_size": self.patch_size,
+            "mode": self.mode,
+            "merges": [list(pair) for pair in self.merges.pairs],
+            "symbols": self.merges.symbols,
+            "table_bytes": self.rows.nbytes,
+            "longest_token_bytes": max(map(len, self.tokens), default=0),
+            "patch_lengths": dict(sorted(Counter(self.lengths.tolist()).items())),
+            "fingerprint": self.fingerprint,
+        }
 
     def check_tokens(self, tokens: Sequence[bytes]) -> None:
         """Raises `DataError` unless the table was made for a tokenizer with these tokens."""

@@ -243,14 +243,14 @@ class Dictionary:
 
         Raises `CodecError` naming the word or id if it is unknown and the dictionary has no unk_id.
         """
-        units, sequences = self.settings.units, list(sequences)
-        numbered = [units.numbers(sequence) for sequence in sequences]
-        if self.settings.unk_id is None:
-            for sequence, numbers in zip(sequences, numbered, strict=True):
-                if len(unknown := np.flatnonzero(numbers >= units.size)):
-                    raise CodecError(
-                        f"{units.unknown_unit_message(sequence, int(unknown[0]))}, at index {unknown[0]}: {_CURE}"
-                    )
+        units, numbered = self.settings.units, []
+        for sequence in sequences:
+            numbers = units.numbers(sequence)
+            if self.settings.unk_id is None and len(unknown := np.flatnonzero(numbers >= units.size)):
+                raise CodecError(
+                    f"{units.unknown_unit_message(sequence, int(unknown[0]))}, at index {unknown[0]}: {_CURE}"
+                )
+            numbered.append(numbers)
         return Samples.from_sequences(numbered)
 
     # ---- reports and files

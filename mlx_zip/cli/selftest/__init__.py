@@ -18,10 +18,10 @@ from typing import Any
 
 import mlx_zip
 from mlx_zip.cli.actions import checked_output_path
+from mlx_zip.cli.selftest.checks import PACKAGES, Check, check_codec, check_models
+from mlx_zip.cli.selftest.speed import TOTAL_S, measure_rough_speeds, measure_steps
 from mlx_zip.device import disable_tf32
 from mlx_zip.files import atomic_file
-from mlx_zip.selftest.checks import PACKAGES, Check, check_codec, check_models
-from mlx_zip.selftest.speed import TOTAL_S, measure_rough_speeds, measure_steps
 
 SCHEMA = 2  # version of the JSON file's format
 _MARKS = {True: "ok", False: "FAILED", None: "measured"}

@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli.selftest.checks import Check, run_check
 from mlx_zip.device import TF32_VARIABLE
-from mlx_zip.selftest.checks import Check, run_check
 
 PLAIN = "llama_transformer_tied_lora"  # a recorded checkpoint with a plain mlx-lm model of the same size as its base
 TRIALS = 7
