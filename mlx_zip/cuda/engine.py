@@ -31,12 +31,12 @@ from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.sequence import SequenceState
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.device import DEVICE_VARIABLE
-from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.draft_sources import make_text_sources
 from mlx_zip.engine.drafts import Drafter, check_draft_options
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.parts import ServedByEngine
+from mlx_zip.engine.pass_costs import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.request import Request
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scored import Compressed, Scored

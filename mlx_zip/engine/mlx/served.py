@@ -18,12 +18,11 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.device import default_device_is_gpu
-from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.draft_sources import make_text_sources
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource, HeadSource
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.pass_costs import PassCosts
+from mlx_zip.engine.pass_costs import SAVE_EVERY_S, CostFile, PassCosts
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.sampling.processors import make_penalty_processors
 from mlx_zip.engine.submissions import ModelFacts
