@@ -32,7 +32,7 @@ from mlx_zip.engine.interface import (
     Ticket,
 )
 from mlx_zip.engine.options import ServeOptions
-from mlx_zip.engine.parts import Reading, Served, ServedByEngine
+from mlx_zip.engine.parts import Reading, Served
 from mlx_zip.engine.request import Request
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored, compress_parts
@@ -232,16 +232,17 @@ class ThreadedEngine(Engine):
         """Loads the model, and creates the checks, the session store and the scheduler."""
         options = self._options
         served = self._make_served(load, name)
-        self.info = make_engine_info(name, served.facts, options)
+        facts = served.make_facts()
+        self.info = make_engine_info(name, facts, options)
         bound = self._max_kv_bytes(served)
-        self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
+        self._checks = Checks(facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
         self._answers = self._store.answers()
         self._scheduler = self._make_scheduler(served, bound)
         self._update_figures()
 
     @abstractmethod
-    def _make_served(self, load: Load, name: str) -> ServedByEngine:
+    def _make_served(self, load: Load, name: str) -> Served:
         """Loads the model `name`, sets `tokenizer`, and returns the loaded model."""
 
     def _make_scheduler(self, served: Any, max_kv_bytes: int | None) -> Scheduler:

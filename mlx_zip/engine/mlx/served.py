@@ -43,7 +43,7 @@ class Served:
     """A loaded model. `mlx_zip.engine.parts.Served` describes the members without a docstring.
 
     ahead: whether steps begin before the host has read their ids. width: see `ModelFacts`. never_excluded: ids that XTC
-    never excludes. kv_bytes_per_id: 0 unless an engine serves the model. draft_model: a model that proposes ids, or
+    never excludes. kv_bytes_per_id: 0 until `make_facts`. draft_model: a model that proposes ids, or
     None.
     """
 
@@ -171,17 +171,8 @@ class Served:
         if self.options.draft != "off":
             self._cost_file.save()
 
-
-class ServedByEngine(Served):
-    """A model that an engine serves. facts: what checks of submissions need."""
-
-    def __init__(self, model: Any, tokenizer: Any, options: RunOptions, draft_model: Any = None) -> None:
-        super().__init__(model, tokenizer, options, draft_model)
-        self.kv_bytes_per_id = self._measure_kv_bytes_per_id()
-        self.facts = self._make_facts()
-
-    def _measure_kv_bytes_per_id(self) -> int:
-        """Runs the model on one id, and returns the bytes of KV cache per id.
+    def make_facts(self) -> ModelFacts:
+        """Returns what checks of submissions need. First runs the model on one id, and sets `kv_bytes_per_id`.
 
         Thus a model that cannot run fails at loading, and the first request does not have to wait for compilation.
         """
@@ -189,9 +180,7 @@ class ServedByEngine(Served):
         check_kv_options(self, cache)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
         plain = [entry for entry in flatten_cache_lists(kv_caches(cache)) if type(entry) is KVCache]
-        return sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
-
-    def _make_facts(self) -> ModelFacts:
+        self.kv_bytes_per_id = sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
         model = self.model
         return ModelFacts(
             vocab_size=self.vocab_size,
