@@ -252,7 +252,7 @@ class DraftedEngine(MlxEngine):
         served = Served(self.model, self.tokenizer, RunOptions(ahead=ahead, **self._draft), self._draft_model)
         served.pass_costs = PassCosts() if self._is_cold else self._warm_costs
         self._is_cold = False
-        checked = Checked(Submission(prompt, tokens, eos, keep=False), as_ids(prompt), Sampling(), None, "", 0)
+        checked = Checked(Submission(prompt, tokens, eos, keep=False), as_ids(prompt), Sampling())
         own = find_zip_state(cache)
         held = len(prompt) - 1 if own is None else own.books[0].base_length
         inline = Inline(

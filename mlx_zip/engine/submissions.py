@@ -65,18 +65,21 @@ def make_engine_info(name: str, facts: ModelFacts, options: ServeOptions) -> Eng
 class Checked:
     """A submission that passed all checks.
 
-    base_ids: the prompt. start: pack that the codebook begins with, None for the model's own. pack_key: fingerprint of
-    `start` under which sessions are looked up, "" for the model's own pack. kv_bytes: bytes of KV cache to reserve for
-    the request. prediction: base ids that the answer will probably begin with.
+    base_ids: the prompt. start: pack that the codebook begins with, None for the model's own. kv_bytes: bytes of KV
+    cache to reserve for the request. prediction: base ids that the answer will probably begin with.
     """
 
     submission: Submission
     base_ids: Uint32s
     sampling: Sampling
-    start: Any
-    pack_key: str
-    kv_bytes: int
+    start: Pack | None = None
+    kv_bytes: int = 0
     prediction: Uint32s = field(default_factory=lambda: np.zeros(0, np.uint32))
+
+    @property
+    def pack_key(self) -> str:
+        """The fingerprint of `start` under which sessions are looked up, "" for the model's own pack."""
+        return "" if self.start is None else self.start.fingerprint
 
 
 class Checks:
@@ -102,36 +105,35 @@ class Checks:
         _check_token_limits(submission, self.facts.width)
         base_ids = self._checked_prompt(submission.base_ids)
         prediction = self._checked_prediction(submission.prediction)
-        start, pack_key = self._read_and_check_pack(submission.pack)
+        start = self._checked_pack(submission.pack)
         self._check_context(base_ids, start)
         kv_bytes = self._kv_bytes_to_reserve(len(base_ids), submission.max_tokens)
-        return Checked(submission, base_ids, sampling, start, pack_key, kv_bytes, prediction)
+        return Checked(submission, base_ids, sampling, start, kv_bytes, prediction)
 
     def check_pack(self, pack: Any) -> None:
         """Raises `GenerationError` if requests cannot begin with `pack`."""
-        self._read_and_check_pack(pack)
+        self._checked_pack(pack)
 
     def count_prompt_ids(self, base_ids: Sequence[int], pack: Any) -> int:
         """Returns how many ids a prompt is compressed to, beginning with `pack`. Raises as `check_pack` does."""
-        (start, _), ids, params = self._read_and_check_pack(pack), as_ids(base_ids), self.facts.params
+        start, ids, params = self._checked_pack(pack), as_ids(base_ids), self.facts.params
         return len(ids) if params is None else len(compress(params.with_start(start), ids)[0])
 
-    def _read_and_check_pack(self, pack: Any) -> tuple[Any, str]:
-        """Reads and checks a pack; returns the pack and its fingerprint, (None, "") if `pack` is None.
+    def _checked_pack(self, pack: Any) -> Pack | None:
+        """Reads and checks a pack, and returns it; None if `pack` is None.
 
         Raises `GenerationError` if the pack cannot be read or is not for this model.
         """
         if pack is None:
-            return None, ""
+            return None
         if self.facts.params is None:
             raise GenerationError("pack: this model has no hypertokens, so nothing could use a pack")
         try:
-            found = self._check_pack(self._read_pack(pack))
+            return self._check_pack(self._read_pack(pack))
         except GenerationError:
             raise
         except (MlxZipError, OSError) as error:
             raise GenerationError(f"pack: {error}") from error
-        return found, found.fingerprint
 
     def _read_pack(self, pack: Any) -> Pack:
         """Returns the pack. Reads a file only if it is new or has changed. Raises `DataError` if it cannot be read."""

@@ -108,7 +108,7 @@ class Together:
         for row, prompt in enumerate(prompts):
             own = Inline(ids=prompt, processors=tuple(() if processors is None else processors[row]))
             submission = Submission(prompt.tolist(), keep=False)
-            checked = Checked(submission, as_ids(prompt), Sampling(**sampling), None, "", 0)
+            checked = Checked(submission, as_ids(prompt), Sampling(**sampling))
             self.requests.append(Request(checked, self._taker(row), own))
             self.scheduler.add_request(self.requests[-1])
 

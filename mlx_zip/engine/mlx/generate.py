@@ -41,7 +41,7 @@ from mlx_zip.models.loading import load
 from mlx_zip.models.longrope_refill import LongRopeRefill
 from mlx_zip.models.machines import raise_unless_machines_agree
 from mlx_zip.models.rows.zip_state import find_zip_state
-from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
+from mlx_zip.packs.pack import Pack, PackLike, PackOrEntries, as_pack, split_packs
 from mlx_zip.text.tokenizers import as_tokenizer
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
@@ -225,11 +225,16 @@ class CallersRun:
         self._yielded: int | None = None  # ids that the caller's cache held when the last id was yielded
 
     def add(
-        self, base_ids: Sequence[int], options: Sampling, max_tokens: int, ends: Iterable[int], start: Any = None
+        self,
+        base_ids: Sequence[int],
+        options: Sampling,
+        max_tokens: int,
+        ends: Iterable[int],
+        start: Pack | None = None,
     ) -> None:
-        """Adds a request. ends: ids that end the answer. start: pack or entries that a new cache begins with."""
+        """Adds a request. ends: ids that end the answer. start: pack that a new cache begins with."""
         row, submission = len(self.requests), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
-        checked, arrived = Checked(submission, as_ids(base_ids), options, start, "", 0), self._arrived
+        checked, arrived = Checked(submission, as_ids(base_ids), options, start), self._arrived
         # the request must not refer to this object, so that the cache is freed as soon as nobody uses the responses
         self.requests.append(Request(checked, lambda event: arrived.append((row, event)), self._inline))
 
