@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ class Checks:
     def __init__(self, facts: ModelFacts, max_prompt_tokens: int | None, max_kv_bytes: int | None) -> None:
         self.facts, self.max_prompt_tokens, self.max_kv_bytes = facts, max_prompt_tokens, max_kv_bytes
         self._read_pack_file = lru_cache(PACKS_KEPT)(lambda path, changed, size: as_pack(path))
-        self._check_pack = lru_cache(PACKS_KEPT)(self._raise_unless_pack_fits)
+        self._check_pack = lru_cache(PACKS_KEPT)(partial(_raise_unless_pack_fits, facts))
 
     def check(self, submission: Submission) -> Checked:
         """Returns the checked submission.
@@ -145,14 +145,6 @@ class Checks:
         except OSError as error:
             raise DataError(f"{path}: no such pack file") from error
         return self._read_pack_file(os.fspath(pack), facts.st_mtime_ns, facts.st_size)
-
-    def _raise_unless_pack_fits(self, pack: Pack) -> Pack:
-        """Returns the pack. Raises `MlxZipError` if it is for another tokenizer, codec or model."""
-        assert self.facts.params is not None
-        pack.check_tokenizer(self.facts.tokenizer, pack.name or "the pack")
-        self.facts.check_tuned_rows(pack)
-        self.facts.params.with_start(pack)
-        return pack
 
     def _checked_prompt(self, ids: Sequence[int]) -> Uint32s:
         """Returns the prompt as an array. Raises `GenerationError` if it is empty or too long, or an id is invalid."""
@@ -211,6 +203,15 @@ class Checks:
                 f"there are {bound}: ask for fewer"
             )
         return min(bound, per_id * (least if max_tokens > 0 else prompt + UNLIMITED_IDS))
+
+
+def _raise_unless_pack_fits(facts: ModelFacts, pack: Pack) -> Pack:
+    """Returns the pack. Raises `MlxZipError` if it is for another tokenizer, codec or model."""
+    assert facts.params is not None
+    pack.check_tokenizer(facts.tokenizer, pack.name or "the pack")
+    facts.check_tuned_rows(pack)
+    facts.params.with_start(pack)
+    return pack
 
 
 def check_base_ids(ids: Sequence[int] | Uint32s, vocab_size: int, what: str = "prompt") -> None:
