@@ -181,7 +181,7 @@ def choose_drafts(
     ids per row that the cache holds.
     """
     nothing: list[tuple[Source | None, int]] = [(None, 0)] * len(drafters)
-    costs = _shared_pass_costs(drafters)
+    costs = shared_pass_costs(drafters)
     if not have_ids_to_weigh(drafters) or not (found := _offers_to_weigh(drafters, limits)):
         return nothing
     offers, width = (found[0], None) if costs is None else _choose_offers(costs, found, held)
@@ -219,7 +219,7 @@ def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
     """
     if not have_ids_to_weigh(drafters):
         return False
-    costs, found = _shared_pass_costs(drafters), _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
+    costs, found = shared_pass_costs(drafters), _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
     if costs is None:
         return bool(found)
     if any(costs.draft_pays(offers.shares, held, offers.most, offers.seconds) for offers in found):
@@ -273,7 +273,7 @@ def _best_offers(drafters: Sequence[Drafter | None], limits: Sequence[int], at_o
     return _Offers(sources, shares, seconds, most)
 
 
-def _shared_pass_costs(drafters: Sequence[Drafter | None]) -> PassCosts | None:
+def shared_pass_costs(drafters: Sequence[Drafter | None]) -> PassCosts | None:
     """Returns the pass costs, which all drafters of an engine share; None if the drafters have none."""
     for drafter in drafters:
         if drafter is not None:
