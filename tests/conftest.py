@@ -85,7 +85,7 @@ def same_random_numbers() -> None:
 @pytest.fixture(autouse=True)
 def passes_are_timed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps no test's timings: they would decide how many ids another test, or the user, has proposed."""
-    monkeypatch.setattr("mlx_zip.engine.cost_files.costs_folder", lambda: Path("/dev/null/pass-costs"))
+    monkeypatch.setattr("mlx_zip.engine.pass_costs.costs_folder", lambda: Path("/dev/null/pass-costs"))
 
 
 @pytest.fixture

@@ -117,14 +117,13 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
     begun = time.thread_time()
     drafter.append(pieces[0])
     while at + 1 < len(ids):
-        proposed = list[int]()
+        draft = None
         if waits:  # otherwise the step has already begun
             room = min(MOST_PROPOSED, limit - max(written, at + 1) - 1)
             [(source, width)] = choose_drafts([drafter], [room], held)
-            proposed = [] if source is None else drafter.propose(source, ids[at], book, width)
+            draft = None if source is None else drafter.propose(source, ids[at], book, width)
+        proposed = [] if draft is None else draft.ids
         widths.append(1 + len(proposed))
-        if proposed:
-            drafter.count_proposed(len(proposed))
         if costs is not None:
             costs.note_pass(widths[-1], held, cost_of[widths[-1]])
         accepted = common_prefix_length(proposed, ids[at + 1 : at + 1 + len(proposed)])
@@ -135,8 +134,9 @@ def replay(turn: Turn, book: Codebook | None, ahead: bool = False, curve: Mappin
         for piece in pieces[at + 1 : end]:
             drafter.append(piece)
             written += len(piece)
-        if proposed:
-            drafter.note_draft_end(len(proposed), accepted)
+        if draft is not None:
+            draft.taken = accepted
+            draft.end()
         held, at = held + end - 1 - at, end - 1
     return Replay(widths, sum(cost_of[width] for width in widths), time.thread_time() - begun)
 

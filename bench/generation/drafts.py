@@ -252,10 +252,16 @@ class DraftedEngine(MlxEngine):
         served = Served(self.model, self.tokenizer, RunOptions(ahead=ahead, **self._draft), self._draft_model)
         served.pass_costs = PassCosts() if self._is_cold else self._warm_costs
         self._is_cold = False
-        checked = Checked(Submission(prompt, tokens, eos, keep=False), as_ids(prompt), Sampling(), None, "", 0)
-        inline = Inline(None if replay is None else ForcedIdSampler(forced.ids), ids=as_ids(forced.prompt[-1:]))
-        run, store = Run(len(forced.prompt)), _ReadPrompt(cache)
-        scheduler = Scheduler(served, store, 1, None, lambda _: None, partial(Reading, served), raises=True)
+        checked = Checked(Submission(prompt, tokens, eos, keep=False), as_ids(prompt), Sampling())
+        own = find_zip_state(cache)
+        held = len(prompt) - 1 if own is None else own.books[0].base_length
+        inline = Inline(
+            None if replay is None else ForcedIdSampler(forced.ids),
+            ids=as_ids(forced.prompt[-1:]),
+            checkout=Checkout(cache, cache[0].offset, held, ""),
+        )
+        run = Run(len(forced.prompt))
+        scheduler = Scheduler(served, NoSessions(), 1, None, lambda _: None, partial(Reading, served), raises=True)
         scheduler.add_request(Request(checked, PassNotes(run, time.perf_counter()), inline))
         while scheduler.busy:
             scheduler.run_round()
@@ -274,19 +280,6 @@ class DraftedEngine(MlxEngine):
                     count(len(ids[at : at + PREFILL]))
             self._read[key] = held
         return copy.deepcopy(self._read[key])
-
-
-class _ReadPrompt(NoSessions):
-    """A session store for one request: returns caches that have read the request's prompt except the last id."""
-
-    def __init__(self, cache: list[Any]) -> None:
-        super().__init__()
-        self._cache = cache
-
-    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> Checkout:
-        state = find_zip_state(self._cache)
-        base_tokens = len(base_ids) - 1 if state is None else state.books[0].base_length
-        return Checkout(self._cache, self._cache[0].offset, base_tokens, "")
 
 
 class PassNotes:

@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
 def _print_sessions(folder: Path) -> None:
     """Prints one line per session, then the number of files and their total size in bytes. Raises `OSError`."""
     from mlx_zip.engine.sessions.file_format import BadFileError, read_session_file
-    from mlx_zip.engine.sessions.files import list_session_files
-    from mlx_zip.engine.sessions.folder import with_machine_folders
+    from mlx_zip.engine.sessions.folder import list_session_files, with_machine_folders
 
     sizes = []
     for path in (path for one in with_machine_folders(folder) for path in list_session_files(one)):

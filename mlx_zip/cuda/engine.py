@@ -28,12 +28,12 @@ from mlx_zip.cuda.scorer import RowScorer
 from mlx_zip.cuda.sequence import SequenceState
 from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.device import DEVICE_VARIABLE, device_in_environment, host_memory_bytes
-from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.draft_sources import make_text_sources
 from mlx_zip.engine.drafts import Drafter, check_draft_options
 from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.options import RunOptions, ServeOptions
-from mlx_zip.engine.parts import ServedByEngine
+from mlx_zip.engine.parts import Served
+from mlx_zip.engine.pass_costs import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.request import Request
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scored import Compressed, Scored
@@ -162,7 +162,7 @@ HOST_KV_SHARE = 0.25  # of a CPU's memory; memory is taken only as ids fill the 
 MIN_REQUEST_IDS = 16  # ids that a request must have room for
 
 
-class CudaServed(ServedByEngine):
+class CudaServed(Served):
     """A loaded model and the batch whose rows are its requests.
 
     `mlx_zip.engine.parts.Served` documents the methods without a docstring; a `cache` is a sequence of the batch.
@@ -186,7 +186,6 @@ class CudaServed(ServedByEngine):
         ahead = model.device.type == "cuda" if self.options.ahead is None else self.options.ahead
         pad_id = 0 if config is None else config.pad_id
         self.group = CudaGroup(self.batch, pad_id, ahead)
-        self.facts = self._model_facts()
         self._take_warm_up_step()
 
     def _ids_per_request(self, options: ServeOptions, context: int | None) -> int:
@@ -219,7 +218,7 @@ class CudaServed(ServedByEngine):
         while len(batch):
             batch.remove(0)
 
-    def _model_facts(self) -> ModelFacts:
+    def make_facts(self) -> ModelFacts:
         model, config = self.model, self.model.config
         return ModelFacts(
             vocab_size=self.vocab_size,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.cuda.batch import Batch
 from mlx_zip.cuda.sampling import RowChooser
-from mlx_zip.engine.drafts import Draft, expects_draft
+from mlx_zip.engine.drafts import Draft, expects_draft, shared_pass_costs
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.parts import Group, Reading
 from mlx_zip.engine.pass_costs import PassClock
@@ -76,8 +76,7 @@ class CudaGroup(Group):
                 request.error = error
 
     def _record_pass_time(self) -> None:
-        drafters = (request.drafter for request in self.requests)
-        costs = next((drafter.costs for drafter in drafters if drafter is not None), None)
+        costs = shared_pass_costs([request.drafter for request in self.requests])
         self._clock.note_pass_end(costs, 0 if costs is None else self.length)
 
     def _chosen_id_of_row(self, row: int) -> Chosen:

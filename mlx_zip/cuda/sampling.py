@@ -196,15 +196,13 @@ class RowChooser:
     ) -> None:
         """Chooses the id of one row, or begins the search for it if the request has a constraint."""
         assert head.logits is not None
-        logits, excluded = head.logits[row : row + 1].float(), []
+        logits = head.logits[row : row + 1].float()
         for penalty in request.penalties:
             logits = penalty(logits)
-        if request.canonical is not None:
-            excluded = request.canonical.excluded()
         if request.submission.constraint is not None:
-            searches[row] = _ConstraintSearch(request, logits, excluded, self._pad_id)
+            searches[row] = _ConstraintSearch(request, logits, self._pad_id)
             return
-        logits = exclude_ids(logits, [excluded], self._pad_id)
+        logits = exclude_ids(logits, [request.excluded_ids()], self._pad_id)
         ids[row] = request.draws(logits.log_softmax(1))[0]
         self._record_logprobs(row, request, logits, ids)
 
@@ -241,8 +239,8 @@ class _TopLogprobs:
 class _ConstraintSearch(Search):
     """The search for one row's next id in logits [1, W]. pad_id: an id that canonical decoding never excludes."""
 
-    def __init__(self, request: Request, logits: torch.Tensor, excluded: list[int], pad_id: int) -> None:
-        super().__init__(request, logits, excluded)
+    def __init__(self, request: Request, logits: torch.Tensor, pad_id: int) -> None:
+        super().__init__(request, logits)
         self._pad_id = pad_id
 
     def score_open_ids(self, open_: np.ndarray, excluded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

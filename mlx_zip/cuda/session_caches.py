@@ -31,8 +31,7 @@ from mlx_zip.engine.sessions.file_format import (
     pack_key_of,
     position_settings_text,
 )
-from mlx_zip.engine.sessions.files import raise_if_other_ids
-from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book
+from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book, raise_if_other_ids
 from mlx_zip.errors import ModelError
 from mlx_zip.packs.pack import tuned_fingerprint
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint

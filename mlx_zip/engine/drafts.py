@@ -31,17 +31,6 @@ def check_draft_options(draft: str, num_draft_tokens: int = DRAFT_TOKENS) -> Non
         )
 
 
-class Offer(NamedTuple):
-    """A source that has ids to propose.
-
-    share, seconds: what the source's methods `acceptance_share` and `seconds_per_id` return.
-    """
-
-    source: Source
-    share: float
-    seconds: float
-
-
 class Drafter:
     """Proposes ids for one request, and counts them.
 
@@ -54,8 +43,6 @@ class Drafter:
     def __init__(self, sources: Sequence[Source], costs: PassCosts | None = None, head: Head | None = None) -> None:
         self._sources, self._head = [*sources, *([] if head is None else [head])], head
         self.costs, self.own_width = costs, MOST_PROPOSED // 2
-        self._asked: Source | None = None  # the source of the last draft
-        self._asked_tokens = 0  # base tokens of the last draft
         # each source's share when ids last did not pay; until that pass only a higher share is weighed
         self._left, self._left_until = [0.0] * len(self._sources), 0
         self.proposed = self.proposed_tokens = 0
@@ -85,54 +72,40 @@ class Drafter:
         """Notes that no ids pay: before the pass `pass_number`, a source is weighed only if its share has risen."""
         self._left, self._left_until = [source.acceptance_share() for source in self._sources], pass_number
 
-    def best_offers(self) -> tuple[Offer | None, Offer | None]:
-        """Returns the offer with the highest share, and the best offer that takes no time; None where there is none."""
-        surest = at_once = None
+    def best_source(self, at_once: bool) -> tuple[Source | None, float]:
+        """Returns the source with the highest acceptance share, and this share; None and 0 if no source has ids.
+
+        at_once: whether only sources that take no time to propose count.
+        """
+        best, highest = None, 0.0
         for source in self._sources:
             share = source.acceptance_share()
-            if share > (0.0 if at_once is None else at_once.share):
-                offer = Offer(source, share, source.seconds_per_id())
-                if surest is None or share > surest.share:
-                    surest = offer
-                if not offer.seconds:
-                    at_once = offer
-        return surest, at_once
+            if share > highest and not (at_once and source.seconds_per_id()):
+                best, highest = source, share
+        return best, highest
 
-    def propose(self, source: Source, last: int, book: Codebook | None, most: int) -> list[int]:
+    def propose(self, source: Source, last: int, book: Codebook | None, most: int) -> Draft | None:
         """Returns up to `most` ids of a source that may come after the id `last`, which was emitted but not yet read.
 
-        book: the request's codebook, None for a plain model. A copy of `book` compresses the source's base ids, so the
-        result may include hypertokens whose entries earlier ids of the draft install.
+        None if the source has no such ids. book: the request's codebook, None for a plain model. A copy of `book`
+        compresses the source's base ids, so the draft may include hypertokens whose entries earlier ids of the draft
+        install.
         """
-        self._asked = source
         found = source.propose(most if book is None or source is self._head else most * book.params.merge_size)
         if book is None:
             ids = list(map(int, found))
-            self._asked_tokens = len(ids)
-            return ids
-        book = book.copy()
-        book.push(last)
-        before = book.base_length
-        if source is self._head:
-            ids = _push_readable(book, list(found))
+            base_tokens = len(ids)
         else:
-            ids = _compress_first_ids(book, found, most)
-            book.push(ids)
-        self._asked_tokens = book.base_length - before
-        return ids
-
-    def count_proposed(self, proposed: int) -> None:
-        """Counts the ids of the last draft as proposed. Called when a pass reads them."""
-        self.proposed += proposed
-        self.proposed_tokens += self._asked_tokens
-
-    def note_draft_end(self, proposed: int, accepted: int) -> None:
-        """Notes that the last draft is over: how many ids were proposed, and how many of these were accepted."""
-        if self._asked is None:
-            return
-        self._asked.note_draft(proposed, accepted)
-        if self._asked.width is None:
-            self.own_width = min(MOST_PROPOSED, 2 * self.own_width) if accepted == proposed else max(1, accepted + 1)
+            book = book.copy()
+            book.push(last)
+            before = book.base_length
+            if source is self._head:
+                ids = _push_readable(book, list(found))
+            else:
+                ids = _compress_first_ids(book, found, most)
+                book.push(ids)
+            base_tokens = book.base_length - before
+        return Draft(self, source, ids, base_tokens) if ids else None
 
 
 def _push_readable(book: Codebook, ids: list[int]) -> list[int]:
@@ -162,14 +135,16 @@ def _compress_first_ids(book: Codebook, base_ids: Sequence[int] | Uint32s | Iter
 
 
 class Draft:
-    """Proposed ids that a pass of the model reads after a request's last id. taken: how many were chosen so far.
+    """Ids that a source proposed, which a pass of the model reads after a request's last id; at least one.
 
-    drafter: the request's drafter; it gets the number of proposed ids at once, that of accepted ids from `end`.
+    taken: how many of the ids were chosen so far. drafter: the request's drafter, which counts the ids as proposed.
+    base_tokens: base tokens of all ids.
     """
 
-    def __init__(self, drafter: Drafter, ids: Sequence[int]) -> None:
-        self._drafter, self.ids, self.taken = drafter, list(ids), 0
-        drafter.count_proposed(len(self.ids))
+    def __init__(self, drafter: Drafter, source: Source, ids: list[int], base_tokens: int) -> None:
+        self._drafter, self._source, self.ids, self.taken = drafter, source, ids, 0
+        drafter.proposed += len(ids)
+        drafter.proposed_tokens += base_tokens
 
     def proposes(self, chosen: int) -> bool:
         """Returns whether the id `chosen` is the next proposed id."""
@@ -183,8 +158,12 @@ class Draft:
         return True
 
     def end(self) -> None:
-        """Reports to the drafter how many ids were accepted. Called when all were, or the next one was refused."""
-        self._drafter.note_draft_end(len(self.ids), self.taken)
+        """Tells the source how many ids were accepted. Called when all were, or the next one was refused."""
+        proposed, drafter = len(self.ids), self._drafter
+        self._source.note_draft(proposed, self.taken)
+        if self._source.width is None:
+            whole = self.taken == proposed
+            drafter.own_width = min(MOST_PROPOSED, 2 * drafter.own_width) if whole else self.taken + 1
 
 
 # ---- the rows of a pass
@@ -202,7 +181,7 @@ def choose_drafts(
     ids per row that the cache holds.
     """
     nothing: list[tuple[Source | None, int]] = [(None, 0)] * len(drafters)
-    costs = _shared_pass_costs(drafters)
+    costs = shared_pass_costs(drafters)
     if not have_ids_to_weigh(drafters) or not (found := _offers_to_weigh(drafters, limits)):
         return nothing
     offers, width = (found[0], None) if costs is None else _choose_offers(costs, found, held)
@@ -210,12 +189,11 @@ def choose_drafts(
         _stop_weighing(drafters, costs, held)
         return nothing
     chosen = list[tuple[Source | None, int]]()
-    for drafter, offer, limit in zip(drafters, offers.rows, limits, strict=True):
-        if drafter is None or offer is None:
+    for drafter, source, limit in zip(drafters, offers.sources, limits, strict=True):
+        if drafter is None or source is None:
             chosen.append((None, 0))
         else:
-            ids = width or offer.source.width or drafter.own_width
-            chosen.append((offer.source, min(limit, offer.source.most, ids)))
+            chosen.append((source, min(limit, source.most, width or source.width or drafter.own_width)))
     return chosen
 
 
@@ -241,7 +219,7 @@ def expects_draft(drafters: Sequence[Drafter | None], held: int) -> bool:
     """
     if not have_ids_to_weigh(drafters):
         return False
-    costs, found = _shared_pass_costs(drafters), _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
+    costs, found = shared_pass_costs(drafters), _offers_to_weigh(drafters, [MOST_PROPOSED] * len(drafters))
     if costs is None:
         return bool(found)
     if any(costs.draft_pays(offers.shares, held, offers.most, offers.seconds) for offers in found):
@@ -264,41 +242,38 @@ def _stop_weighing(drafters: Sequence[Drafter | None], costs: PassCosts, held: i
 
 
 class _Offers(NamedTuple):
-    """Offers for the rows of a pass. rows: per row an offer or None. shares: share of each row's offer, 0 for None.
+    """Sources for the rows of a pass. sources: per row a source or None. shares: acceptance share per row, 0 for None.
 
     seconds: time to propose one id to every row, one row after the other. most: maximum number of ids of any row.
     """
 
-    rows: list[Offer | None]
+    sources: list[Source | None]
     shares: list[float]
     seconds: float
     most: int
 
 
 def _offers_to_weigh(drafters: Sequence[Drafter | None], limits: Sequence[int]) -> list[_Offers]:
-    """Returns the rows' offers with the highest shares, if any; if these take time, also the best that take no time."""
-    found = [
-        drafter.best_offers() if drafter is not None and limit > 0 else (None, None)
-        for drafter, limit in zip(drafters, limits, strict=True)
-    ]
-    surest = _combine_offers([one for one, _ in found], limits)
-    if surest is None or not surest.seconds:
-        return [] if surest is None else [surest]
-    at_once = _combine_offers([one for _, one in found], limits)
-    return [surest] if at_once is None else [surest, at_once]
+    """Returns the rows' sources with the highest shares, if any; if these take time, also the best that take none."""
+    found = [_best_offers(drafters, limits)]
+    if found[0].seconds:
+        found.append(_best_offers(drafters, limits, at_once=True))
+    return [offers for offers in found if offers.most]
 
 
-def _combine_offers(rows: list[Offer | None], limits: Sequence[int]) -> _Offers | None:
-    """Combines the offers of a pass's rows, None for a row without; returns None if no row has an offer."""
-    shares, seconds, most = list[float](), 0.0, 0
-    for offer, limit in zip(rows, limits, strict=True):
-        shares.append(0.0 if offer is None else offer.share)
-        if offer is not None:
-            seconds, most = seconds + offer.seconds, max(most, min(limit, offer.source.most))
-    return _Offers(rows, shares, seconds, most) if most else None
+def _best_offers(drafters: Sequence[Drafter | None], limits: Sequence[int], at_once: bool = False) -> _Offers:
+    """Returns each row's best source. at_once: see `Drafter.best_source`."""
+    sources, shares, seconds, most = list[Source | None](), list[float](), 0.0, 0
+    for drafter, limit in zip(drafters, limits, strict=True):
+        source, share = (None, 0.0) if drafter is None or limit < 1 else drafter.best_source(at_once)
+        if source is not None:
+            seconds, most = seconds + source.seconds_per_id(), max(most, min(limit, source.most))
+        sources.append(source)
+        shares.append(share)
+    return _Offers(sources, shares, seconds, most)
 
 
-def _shared_pass_costs(drafters: Sequence[Drafter | None]) -> PassCosts | None:
+def shared_pass_costs(drafters: Sequence[Drafter | None]) -> PassCosts | None:
     """Returns the pass costs, which all drafters of an engine share; None if the drafters have none."""
     for drafter in drafters:
         if drafter is not None:

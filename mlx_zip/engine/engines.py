@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -87,15 +86,6 @@ class Engines:
         """Names of the open models."""
         with self._changed:
             return (self.main.info.name, *([self._name] if self._engine is not None else []))
-
-    @contextmanager
-    def use(self, name: str) -> Iterator[Engine]:
-        """Context manager: yields the engine of a model, open until the block ends. Waits and raises as `acquire`."""
-        engine = self.acquire(name)
-        try:
-            yield engine
-        finally:
-            self.release(engine)
 
     def acquire(self, name: str) -> Engine:
         """Returns the engine of the model `name`, and opens the model if needed. Call `release` after use.

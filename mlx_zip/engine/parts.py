@@ -117,6 +117,10 @@ class Served(Protocol):
     def weight_bytes(self) -> int:
         return 0
 
+    def make_facts(self) -> ModelFacts:
+        """Returns what checks of submissions need. Called once, when an engine has loaded the model."""
+        ...
+
     def new_cache(self, start: Any) -> Any:
         """Returns an empty cache for a request. start: pack that the codebook begins with, None for the model's own."""
         ...
@@ -151,9 +155,3 @@ class Served(Protocol):
 
     def settle(self) -> None:
         """Saves what only the engine's thread can save, such as pass costs. Called before the thread ends."""
-
-
-class ServedByEngine(Served, Protocol):
-    """A loaded model that an engine serves. facts: what checks of submissions need."""
-
-    facts: ModelFacts

@@ -1,4 +1,4 @@
-"""`PassCosts`: what passes of a model over several ids cost, and how many proposed ids save time.
+"""What passes of a model over several ids cost (`PassCosts`, kept in a `CostFile`), and how many ids save time.
 
 On one machine a pass over eight ids costs hardly more than a pass over one id, on another six times as much. So passes
 are timed. From time to time, when a draft is likely to be accepted, ids are proposed in a trial, only to measure what a
@@ -7,11 +7,18 @@ pass over that many ids costs.
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from mlx_zip.errors import DataError, failure_reason
+from mlx_zip.files import cache_folder, make_private, read_json_object, write_json
 
 WIDTHS = (1, 2, 4, 8, 16)  # ids per row of a pass: the last emitted id, and the proposed ones
 LEAST_GAIN = 1.02  # minimum gain: ids per second with proposed ids, divided by ids per second of passes over one id
@@ -97,7 +104,7 @@ class PassCosts:
 
         Ignores widths that are not in `WIDTHS`. Also ignores a pass over several ids unless a pass over one id, with as
         many rows and about that length, was noted before. known: True for a figure of an earlier run, which alone makes
-        the cost known and does not count in `passes`.
+        the cost known and does not count in `passes`. It counts as one timed pass, so newer times soon outweigh it.
         """
         self.passes += not known
         if ids not in WIDTHS:
@@ -140,10 +147,6 @@ class PassCosts:
             for width, times in list(widths.items())
             if times.known
         }
-
-    def note_figure(self, figure: Figure, seconds: float) -> None:
-        """Notes a figure of an earlier run. The figure counts as one timed pass, so newer times soon outweigh it."""
-        self.note_pass(figure.ids, figure.held, seconds, figure.rows, known=True)
 
     def ratios(self, held: int, rows: int = 1) -> dict[int, float]:
         """Returns the cost of a pass by width, divided by that of a pass over one id, on a cache of `held` ids per row.
@@ -369,3 +372,99 @@ def _ratio_at(ratios: dict[int, float], width: int) -> float:
 def _power_of_two_exponents(rows: int, held: int) -> tuple[int, int]:
     """Returns the exponents of the least powers of two not below `rows` and `held`; for `held` at least `SHORTEST`."""
     return (rows - 1).bit_length(), max(SHORTEST, (held - 1).bit_length())
+
+
+# ---- costs kept from run to run
+
+log = logging.getLogger(__name__)
+SAVE_EVERY_S = 60.0  # minimum time between two writes of a file while requests arrive
+_FILE_VERSION = 1
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e6  # bounds on the time of a pass; a number beyond them in a file is damage
+_LONGEST = 1 << 32  # upper bound on ids and rows; a larger number in a file is damage
+
+
+class CostFile:
+    """A file of pass times. `costs` begins with the times in the file; newer times replace them.
+
+    key: everything that pass times depend on, by name; the file's name is a hash of the key. A file that is missing,
+    damaged, of another version or of another key counts as empty. Processes may share a file: every write replaces the
+    whole file.
+    """
+
+    def __init__(self, key: Mapping[str, str]) -> None:
+        self._key = dict(key)
+        digest = sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
+        self.path = costs_folder() / f"{digest[:16]}.json"
+        self.costs = PassCosts()
+        for figure, seconds in self._read_figures().items():
+            self.costs.note_pass(figure.ids, figure.held, seconds, figure.rows, known=True)
+        self._saved, self._saved_s = self.costs.figures(), time.monotonic()
+
+    def save(self, every_s: float = 0.0) -> None:
+        """Writes the figures if they have changed and the last write was at least `every_s` seconds ago.
+
+        Figures that only other processes have measured stay in the file. If the folder cannot be written to, the
+        problem is logged; the next run then measures passes again.
+        """
+        found = self.costs.figures()
+        if found == self._saved or time.monotonic() - self._saved_s < every_s:
+            return
+        self._saved, self._saved_s = found, time.monotonic()
+        problem = make_private(self.path.parent)
+        try:
+            if problem is None:
+                write_json(self.path, _figures_to_json(self._key, _merge_figures(self._read_figures(), found)))
+        except OSError as error:
+            problem = f"cannot be used: {failure_reason(error)}"
+        if problem is not None:
+            log.info("what passes cost is not kept: %s %s", self.path.parent, problem)
+
+    def _read_figures(self) -> dict[Figure, float]:
+        """Returns the figures in the file, none if the file cannot be used."""
+        try:
+            return _figures_from_json(self._key, read_json_object(self.path))
+        except (DataError, ValueError, TypeError, KeyError) as error:
+            log.debug("%s: what passes cost is timed anew: %s", self.path, error)
+            return {}
+
+
+def _merge_figures(others: Mapping[Figure, float], own: Mapping[Figure, float]) -> dict[Figure, float]:
+    """Merges figures; a figure in `own` replaces the same figure in `others`.
+
+    The seconds in `others` are multiplied by `own` / `others` for passes over one id with equal `held` and `rows`, so
+    that all figures can be compared.
+    """
+    ones = {(one.held, one.rows): own[one] / others[one] for one in own if one.ids == 1 and one in others}
+    return {one: seconds * ones.get((one.held, one.rows), 1.0) for one, seconds in others.items()} | dict(own)
+
+
+def costs_folder() -> Path:
+    """Returns the folder of the files; it may not exist yet."""
+    return cache_folder() / "pass-costs"
+
+
+def _figures_to_json(key: Mapping[str, str], figures: Mapping[Figure, float]) -> dict[str, Any]:
+    passes = [{**figure._asdict(), "seconds": seconds} for figure, seconds in sorted(figures.items())]
+    return {"version": _FILE_VERSION, "key": dict(key), "passes": passes}
+
+
+def _figures_from_json(key: Mapping[str, str], data: Any) -> dict[Figure, float]:
+    """Returns the figures in a file's data. Raises `ValueError`, `TypeError` or `KeyError` if the data is unusable."""
+    if data["version"] != _FILE_VERSION or data["key"] != key:
+        raise ValueError("the file is of another version or of another key")
+    return {
+        Figure(*(_checked_int(one[name]) for name in Figure._fields)): _checked_seconds(one["seconds"])
+        for one in data["passes"]
+    }
+
+
+def _checked_int(number: Any) -> int:
+    if type(number) is not int or not 0 < number < _LONGEST:
+        raise ValueError(f"{number!r:.80} is not a number of ids or rows")
+    return number
+
+
+def _checked_seconds(number: Any) -> float:
+    if type(number) not in (int, float) or not _LEAST_SECONDS < number < _MOST_SECONDS:
+        raise ValueError(f"{number!r:.80} is not the time of a pass")
+    return float(number)

@@ -63,7 +63,8 @@ class Inline:
     draws: sampler, None to make one from the sampling options. processors: logits processors, called after the
     penalties with (ids read so far [n], logits [1, W]). logprobs: whether the log-probabilities of each choice are
     kept. reads_last: whether the cache also reads the last emitted id, because the caller goes on using the cache. ids:
-    the ids of the prompt, hypertokens included; None to compress the prompt's base ids.
+    the ids of the prompt, hypertokens included; None to compress the prompt's base ids. checkout: the caller's cache,
+    None for a new cache; only one request may have these options then.
     """
 
     draws: Any = None
@@ -71,6 +72,7 @@ class Inline:
     logprobs: bool = False
     reads_last: bool = False
     ids: Any = None
+    checkout: Checkout | None = None
 
 
 class Request(Ticket):
@@ -208,6 +210,10 @@ class Request(Ticket):
         """Whether the next id is the one with the highest logit: greedy, and nothing changes or reports logits."""
         asked = self.submission.constraint is not None or self.submission.top_logprobs is not None
         return self.draws.greedy and not (asked or self.penalties or self.canonical is not None)
+
+    def excluded_ids(self) -> list[int]:
+        """Returns the ids that canonical decoding excludes next; [] without canonical decoding."""
+        return [] if self.canonical is None else self.canonical.excluded()
 
     def expand(self, token: int) -> tuple[int, ...]:
         """Returns the base ids of an id that may come next. Raises `CodecError` if the codebook cannot read the id."""
@@ -380,8 +386,7 @@ def propose_drafts(requests: Sequence[Request], last: Sequence[int], most: Seque
         proposed.append(None)
         if request.drafter is not None and source is not None:
             try:
-                if ids := request.drafter.propose(source, one, request.book, width):
-                    proposed[-1] = Draft(request.drafter, ids)
+                proposed[-1] = request.drafter.propose(source, one, request.book, width)
             except Exception as error:
                 request.error = error
     return proposed

@@ -6,7 +6,6 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from mlx_zip.engine.interface import Emitted, Engine, Event, Failed, Finished, Started, Submission
@@ -201,7 +200,7 @@ def stream_answers(
         for at, (base_ids, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             submission = Submission(base_ids, max_tokens, ends, sampling, pack=pack, keep=False)
             running[at] = Answer(engine.tokenizer, engine.info.vocab_size, stops, memory)
-            tickets[at] = engine.submit(submission, partial(_put_event, arrived, at))
+            tickets[at] = engine.submit(submission, lambda event, at=at: arrived.put((at, event)))
         while running:
             at, event = arrived.get()
             if at not in running:  # the text has ended, and the request was cancelled below
@@ -214,7 +213,3 @@ def stream_answers(
     finally:
         for ticket in tickets.values():
             engine.cancel(ticket)
-
-
-def _put_event(arrived: queue.SimpleQueue[tuple[int, Event]], at: int, event: Event) -> None:
-    arrived.put((at, event))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,15 +129,13 @@ class Scheduler:
         return needed + self.waiting[0].checked.kv_bytes <= self.max_kv_bytes
 
     def _begin_request(self, request: Request) -> None:
-        """Starts a request on a session's cache that holds the beginning of its prompt, or on a new cache."""
-        checked = request.checked
-        differing = self.store.find_difference(checked.base_ids, checked.pack_key)
-        found = self.store.checkout(checked.base_ids, checked.pack_key, share=not request.keep, start=checked.start)
-        if found is not None:
-            request.session = found.name
+        """Starts a request on its caller's cache, or a session's that holds the prompt's beginning, or a new one."""
+        checked, found, differing = request.checked, request.inline.checkout, None
+        if found is None:
+            differing = self.store.find_difference(checked.base_ids, checked.pack_key)
+            found = self.store.checkout(checked.base_ids, checked.pack_key, share=not request.keep, start=checked.start)
+            request.session = None if found is None else found.name
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
-        if not request.keep:
-            found = replace(found, random_state=None)  # other requests may continue from this session too
         request.begin(self.served, found, differing)
         self.readings.append(self._make_reading(request))
 

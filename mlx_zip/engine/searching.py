@@ -27,18 +27,18 @@ NOTHING = "the constraint allows no token that the model could emit here"
 class Search(ABC):
     """The search for one row's next id. Subclasses compute the scores on the device.
 
-    logits [1, W]: logits that the id is chosen from; after the search, closed and refused ids are at -inf. excluded:
-    ids that canonical decoding excludes. token: the id that was found, None before. scores [1, W]: the scores that
-    `look_for_id` goes through. Raises what the constraint raises.
+    logits [1, W]: logits that the id is chosen from; after the search, closed and refused ids are at -inf. token: the
+    id that was found, None before. scores [1, W]: the scores that `look_for_id` goes through. Raises what the
+    constraint raises.
     """
 
     scores: Any
 
-    def __init__(self, request: Request, logits: Any, excluded: list[int]) -> None:
+    def __init__(self, request: Request, logits: Any) -> None:
         assert request.submission.constraint is not None
         self.request, self.logits = request, logits
         self.token: int | None = None
-        self._constraint, self._excluded, self._refused = request.submission.constraint, excluded, 0
+        self._constraint, self._excluded, self._refused = request.submission.constraint, request.excluded_ids(), 0
         mask, first_ids = np.asarray(self._constraint.mask(), bool), request.first_base_ids_of_entries
         self._entries = slice(request.vocab_size, request.vocab_size + len(first_ids))
         self._open = _open_columns(mask, request.vocab_size, first_ids, logits.shape[1])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, 
 from mlx_zip.files import expand_home
 from mlx_zip.packs.pack import Pack, as_pack
 
-PACKS_KEPT = 16
+PACKS_KEPT = 16  # most recently used packs that need not be read and checked again
 UNLIMITED_IDS = 2048  # number of answer ids that KV cache is reserved for if a request has no limit
 
 
@@ -66,18 +65,21 @@ def make_engine_info(name: str, facts: ModelFacts, options: ServeOptions) -> Eng
 class Checked:
     """A submission that passed all checks.
 
-    base_ids: the prompt. start: pack that the codebook begins with, None for the model's own. pack_key: fingerprint of
-    `start` under which sessions are looked up, "" for the model's own pack. kv_bytes: bytes of KV cache to reserve for
-    the request. prediction: base ids that the answer will probably begin with.
+    base_ids: the prompt. start: pack that the codebook begins with, None for the model's own. kv_bytes: bytes of KV
+    cache to reserve for the request. prediction: base ids that the answer will probably begin with.
     """
 
     submission: Submission
     base_ids: Uint32s
     sampling: Sampling
-    start: Any
-    pack_key: str
-    kv_bytes: int
+    start: Pack | None = None
+    kv_bytes: int = 0
     prediction: Uint32s = field(default_factory=lambda: np.zeros(0, np.uint32))
+
+    @property
+    def pack_key(self) -> str:
+        """The fingerprint of `start` under which sessions are looked up, "" for the model's own pack."""
+        return "" if self.start is None else self.start.fingerprint
 
 
 class Checks:
@@ -88,7 +90,8 @@ class Checks:
 
     def __init__(self, facts: ModelFacts, max_prompt_tokens: int | None, max_kv_bytes: int | None) -> None:
         self.facts, self.max_prompt_tokens, self.max_kv_bytes = facts, max_prompt_tokens, max_kv_bytes
-        self._packs = _PackCache(facts)
+        self._read_pack_file = lru_cache(PACKS_KEPT)(lambda path, changed, size: as_pack(path))
+        self._check_pack = lru_cache(PACKS_KEPT)(partial(_raise_unless_pack_fits, facts))
 
     def check(self, submission: Submission) -> Checked:
         """Returns the checked submission.
@@ -102,22 +105,46 @@ class Checks:
         _check_token_limits(submission, self.facts.width)
         base_ids = self._checked_prompt(submission.base_ids)
         prediction = self._checked_prediction(submission.prediction)
-        start, pack_key = self._packs.read_and_check(submission.pack)
+        start = self._checked_pack(submission.pack)
         self._check_context(base_ids, start)
         kv_bytes = self._kv_bytes_to_reserve(len(base_ids), submission.max_tokens)
-        return Checked(submission, base_ids, sampling, start, pack_key, kv_bytes, prediction)
+        return Checked(submission, base_ids, sampling, start, kv_bytes, prediction)
 
     def check_pack(self, pack: Any) -> None:
         """Raises `GenerationError` if requests cannot begin with `pack`."""
-        self._packs.read_and_check(pack)
+        self._checked_pack(pack)
 
     def count_prompt_ids(self, base_ids: Sequence[int], pack: Any) -> int:
         """Returns how many ids a prompt is compressed to, beginning with `pack`. Raises as `check_pack` does."""
-        return self._count_ids(as_ids(base_ids), self._packs.read_and_check(pack)[0])
+        start, ids, params = self._checked_pack(pack), as_ids(base_ids), self.facts.params
+        return len(ids) if params is None else len(compress(params.with_start(start), ids)[0])
 
-    def _count_ids(self, base_ids: Uint32s, start: Any) -> int:
-        params = self.facts.params
-        return len(base_ids) if params is None else len(compress(params.with_start(start), base_ids)[0])
+    def _checked_pack(self, pack: Any) -> Pack | None:
+        """Reads and checks a pack, and returns it; None if `pack` is None.
+
+        Raises `GenerationError` if the pack cannot be read or is not for this model.
+        """
+        if pack is None:
+            return None
+        if self.facts.params is None:
+            raise GenerationError("pack: this model has no hypertokens, so nothing could use a pack")
+        try:
+            return self._check_pack(self._read_pack(pack))
+        except GenerationError:
+            raise
+        except (MlxZipError, OSError) as error:
+            raise GenerationError(f"pack: {error}") from error
+
+    def _read_pack(self, pack: Any) -> Pack:
+        """Returns the pack. Reads a file only if it is new or has changed. Raises `DataError` if it cannot be read."""
+        if not isinstance(pack, str | os.PathLike):
+            return as_pack(pack)
+        path = expand_home(pack)
+        try:
+            facts = os.stat(path)
+        except OSError as error:
+            raise DataError(f"{path}: no such pack file") from error
+        return self._read_pack_file(os.fspath(pack), facts.st_mtime_ns, facts.st_size)
 
     def _checked_prompt(self, ids: Sequence[int]) -> Uint32s:
         """Returns the prompt as an array. Raises `GenerationError` if it is empty or too long, or an id is invalid."""
@@ -178,6 +205,15 @@ class Checks:
         return min(bound, per_id * (least if max_tokens > 0 else prompt + UNLIMITED_IDS))
 
 
+def _raise_unless_pack_fits(facts: ModelFacts, pack: Pack) -> Pack:
+    """Returns the pack. Raises `MlxZipError` if it is for another tokenizer, codec or model."""
+    assert facts.params is not None
+    pack.check_tokenizer(facts.tokenizer, pack.name or "the pack")
+    facts.check_tuned_rows(pack)
+    facts.params.with_start(pack)
+    return pack
+
+
 def check_base_ids(ids: Sequence[int] | Uint32s, vocab_size: int, what: str = "prompt") -> None:
     """Raises `GenerationError` if an id is not a base id. what: what the ids belong to, for the message."""
     values = np.asarray(ids, object if isinstance(ids, list) else None)
@@ -228,63 +264,3 @@ def check_max_tokens(value: Any, name: str = "max_tokens") -> None:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-class _PackCache:
-    """Caches the packs that requests used most recently. A pack is read and checked again only if its file changes."""
-
-    def __init__(self, facts: ModelFacts) -> None:
-        self._facts, self._lock = facts, threading.Lock()
-        self._files: OrderedDict[Any, Pack] = OrderedDict()  # (path, time of change, size) -> pack
-        self._checked: OrderedDict[str, Any] = OrderedDict()  # fingerprint -> start
-
-    def read_and_check(self, pack: Any) -> tuple[Any, str]:
-        """Reads and checks a pack; returns the pack and its fingerprint, (None, "") if `pack` is None.
-
-        Raises `GenerationError` if the pack cannot be read or is not for this model.
-        """
-        if pack is None:
-            return None, ""
-        if self._facts.params is None:
-            raise GenerationError("pack: this model has no hypertokens, so nothing could use a pack")
-        try:
-            with self._lock:
-                found = self._read_pack(pack)
-                return self._checked_pack(found), found.fingerprint
-        except GenerationError:
-            raise
-        except (MlxZipError, OSError) as error:
-            raise GenerationError(f"pack: {error}") from error
-
-    def _read_pack(self, pack: Any) -> Pack:
-        """Returns the pack. Reads a file only if it is new or has changed. Raises `DataError` if it cannot be read."""
-        if isinstance(pack, Pack) or not isinstance(pack, str | os.PathLike):
-            return as_pack(pack)
-        path = expand_home(pack)
-        try:
-            facts = os.stat(path)
-        except OSError as error:
-            raise DataError(f"{path}: no such pack file") from error
-        return _get_or_make_cached(self._files, (str(path), facts.st_mtime_ns, facts.st_size), lambda: as_pack(pack))
-
-    def _checked_pack(self, pack: Pack) -> Any:
-        """Returns the pack. Checks each pack once, against tokenizer, codec and model."""
-
-        def checked() -> Any:
-            pack.check_tokenizer(self._facts.tokenizer, pack.name or "the pack")
-            self._facts.check_tuned_rows(pack)
-            assert self._facts.params is not None
-            self._facts.params.with_start(pack)
-            return pack
-
-        return _get_or_make_cached(self._checked, pack.fingerprint, checked)
-
-
-def _get_or_make_cached(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """Returns the value of `key`, made if missing. Evicts the least recently used value if there are too many."""
-    if key not in kept:
-        kept[key] = make()
-        if len(kept) > PACKS_KEPT:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]

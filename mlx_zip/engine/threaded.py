@@ -21,7 +21,6 @@ from typing import Any, cast
 import numpy as np
 
 from mlx_zip.codec import Codebook, CodecParams
-from mlx_zip.codec.ids import Uint32s
 from mlx_zip.engine.interface import (
     Deliver,
     Engine,
@@ -33,14 +32,13 @@ from mlx_zip.engine.interface import (
     Ticket,
 )
 from mlx_zip.engine.options import ServeOptions
-from mlx_zip.engine.parts import Reading, Served, ServedByEngine
+from mlx_zip.engine.parts import Reading, Served
 from mlx_zip.engine.request import Request
 from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.engine.scored import Compressed, Scored, compress_parts
 from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.engine.submissions import Checks, make_engine_info
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_message_line
-from mlx_zip.packs.pack import Pack
 
 Load = Callable[[], Any]
 MakeStore = Callable[[Any], Any]
@@ -120,11 +118,12 @@ class ThreadedEngine(Engine):
     def score_prompt_ids(self, base_ids: Sequence[int], top_logprobs: int = 0, pack: Any = None) -> Iterator[PromptId]:
         self._check_alive()
         checked = self._checks.check(Submission(base_ids, max_tokens=1, top_logprobs=top_logprobs, pack=pack))
-        params = self._checks.facts.params
-        row = _compress_prompt(params, checked.base_ids, checked.start)
+        params, ids, pack = self._checks.facts.params, checked.base_ids, checked.start
+        begun = None if params is None else params.with_start(pack)
+        row = compress_parts(begun, ids[:1], ids[1:], pack=pack)  # two parts, so that all base ids but one get a score
         scores = self._inbox.ask(lambda: self._score_in_parts(self._scheduler.served, row, top_logprobs))
         parts = iter(lambda: self._inbox.ask(lambda: next(scores, None)), None)
-        return _scores_as_prompt_ids(params, row, cast(Iterator[Scored], parts))
+        return _scores_as_prompt_ids(begun, row, cast(Iterator[Scored], parts))
 
     def _check_alive(self) -> None:
         if not self.alive:
@@ -233,16 +232,17 @@ class ThreadedEngine(Engine):
         """Loads the model, and creates the checks, the session store and the scheduler."""
         options = self._options
         served = self._make_served(load, name)
-        self.info = make_engine_info(name, served.facts, options)
+        facts = served.make_facts()
+        self.info = make_engine_info(name, facts, options)
         bound = self._max_kv_bytes(served)
-        self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
+        self._checks = Checks(facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
         self._answers = self._store.answers()
         self._scheduler = self._make_scheduler(served, bound)
         self._update_figures()
 
     @abstractmethod
-    def _make_served(self, load: Load, name: str) -> ServedByEngine:
+    def _make_served(self, load: Load, name: str) -> Served:
         """Loads the model `name`, sets `tokenizer`, and returns the loaded model."""
 
     def _make_scheduler(self, served: Any, max_kv_bytes: int | None) -> Scheduler:
@@ -359,21 +359,13 @@ class ThreadedEngine(Engine):
             log.exception("sessions could not be written")
 
 
-def _compress_prompt(params: CodecParams | None, base_ids: Uint32s, pack: Pack | None) -> Compressed:
-    """Compresses a prompt. Its first base id stays an id of its own, so that all other base ids get a probability.
-
-    params: None for a model without hypertokens. pack: see `Compressed`.
-    """
-    begun = None if params is None else params.with_start(pack)
-    return compress_parts(begun, base_ids[:1], base_ids[1:], pack=pack)
-
-
 def _scores_as_prompt_ids(params: CodecParams | None, row: Compressed, parts: Iterable[Scored]) -> Iterator[PromptId]:
     """Yields each id of `row` with its score.
 
-    params: as in `_compress_prompt`. parts: scores of the second to the last id of `row`, in order.
+    params: the codec of `row`, None for a model without hypertokens. parts: scores of the second to the last id of
+    `row`, in order.
     """
-    book = None if params is None else Codebook(params.with_start(row.pack))
+    book = None if params is None else Codebook(params)
 
     def expanded(ids: np.ndarray) -> tuple[int, ...]:
         return tuple(map(int, ids if book is None else book.expand(ids)))

@@ -32,7 +32,7 @@ from mlx_zip.cuda.network.checkpoint import folder_fingerprint
 from mlx_zip.device import peak_rss_bytes
 from mlx_zip.engine.interface import Deliver, SessionInfo, Submission
 from mlx_zip.engine.options import RunOptions, ServeOptions
-from mlx_zip.engine.parts import ServedByEngine
+from mlx_zip.engine.parts import Served
 from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scheduler import Scheduler
@@ -232,7 +232,7 @@ def _replaced_by(made: Zip2ZipConfig, _found: Any) -> Zip2ZipConfig:
     return made
 
 
-class VllmServed(ServedByEngine):
+class VllmServed(Served):
     """A model that vLLM has loaded. In this process, a request has a codebook only.
 
     made: the model's config, None for a plain model. pack: the pack of requests that name none, None for the model's
@@ -264,7 +264,7 @@ class VllmServed(ServedByEngine):
         if pack is not None:
             pack.check_made_for(tokenizer)
             self.params = self.params.with_start(pack)
-        self.facts = ModelFacts(
+        self._facts = ModelFacts(
             vocab_size=self.vocab_size,
             width=model.hf_config.vocab_size - self.hyper,  # without `broken_id`, the last id
             context=self.context,
@@ -277,8 +277,11 @@ class VllmServed(ServedByEngine):
             row_width=model.hf_config.hidden_size,
         )
         if pack is not None:
-            self.facts.check_tuned_rows(pack)
+            self._facts.check_tuned_rows(pack)
         self._names = itertools.count()
+
+    def make_facts(self) -> ModelFacts:
+        return self._facts
 
     def new_cache(self, start: Any) -> IdLog:
         """Returns the cache of a new request, which begins with the pack `start`, None for the model's own pack."""

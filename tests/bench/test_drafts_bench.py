@@ -156,7 +156,7 @@ def test_ways_to_draft_run_in_turns_on_the_same_text(mode, capsys):
 
 
 def test_a_cold_run_knows_nothing_of_what_passes_cost(monkeypatch, tmp_path):
-    monkeypatch.setattr("mlx_zip.engine.cost_files.costs_folder", lambda: tmp_path / "pass-costs")
+    monkeypatch.setattr("mlx_zip.engine.pass_costs.costs_folder", lambda: tmp_path / "pass-costs")
     engine = DraftedEngine(tiny_bench.models(), "plain", "auto", {})
     served = drafts.Served(engine.model, engine.tokenizer, drafts.RunOptions(draft="auto"))
     for width in (1, 16):

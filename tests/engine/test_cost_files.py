@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mlx_zip.engine import cost_files
-from mlx_zip.engine.cost_files import CostFile
+from mlx_zip.engine import pass_costs
 from mlx_zip.engine.mlx.generate import stream_generate
 from mlx_zip.engine.mlx.served import Served
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.pass_costs import PassCosts
+from mlx_zip.engine.pass_costs import CostFile, PassCosts
 from support.generating import ENDLESS, plain_model
 
 KEY = {"model": "0123", "chip": "M4", "mlx": "0.32.4"}
@@ -22,7 +21,7 @@ CURVE = {1: 0.010, 2: 0.011, 4: 0.012, 8: 0.018, 16: 0.030}
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(cost_files, "costs_folder", lambda: tmp_path / "cache" / "pass-costs")
+    monkeypatch.setattr(pass_costs, "costs_folder", lambda: tmp_path / "cache" / "pass-costs")
     return tmp_path / "cache" / "pass-costs"
 
 
@@ -147,8 +146,8 @@ def test_what_another_process_has_timed_meanwhile_stays_in_the_file():
 
 def test_a_file_is_written_rarely_and_only_after_a_change(monkeypatch):
     written, now = [], [0.0]
-    monkeypatch.setattr(cost_files, "write_json", lambda path, data: written.append(now[0]))
-    monkeypatch.setattr(cost_files.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pass_costs, "write_json", lambda path, data: written.append(now[0]))
+    monkeypatch.setattr(pass_costs.time, "monotonic", lambda: now[0])
     file = CostFile(KEY)
     for now[0] in range(0, 200, 10):
         file.save(every_s=60)

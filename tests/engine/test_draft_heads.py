@@ -220,11 +220,13 @@ def rates_of_answers(monkeypatch, curve, head_s, are_right, kept):
         drafter.note_body_output(mx.zeros(1), 5, ())
         for _ in range(75):
             [(source, width)] = choose_drafts([drafter], [15], 100)
-            proposed = 0 if source is None else len(drafter.propose(source, 5, None, width))
+            draft = None if source is None else drafter.propose(source, 5, None, width)
+            proposed = 0 if draft is None else len(draft.ids)
             now[0] += 0.009 * curve[1 + proposed]
             costs.note_pass(1 + proposed, 100, 0.009 * curve[1 + proposed])
-            if proposed:
-                drafter.note_draft_end(proposed, proposed * is_right)
+            if draft is not None:
+                draft.taken = proposed * is_right
+                draft.end()
             ids += 1 + proposed * is_right
         rates.append(0.009 * ids / (now[0] - began))
     return rates

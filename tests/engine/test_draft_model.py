@@ -135,15 +135,17 @@ def test_the_surest_source_proposes_and_each_has_its_own_number_of_ids():
 
     def proposed():
         [(source, width)] = choose_drafts([drafter], [100], 0)
-        return len(drafter.propose(source, text[-1], None, width))
+        return drafter.propose(source, text[-1], None, width)
 
-    assert proposed() == 7  # a match of so many ids is surer than a model
+    draft = proposed()
+    assert len(draft.ids) == 7  # a match of so many ids is surer than a model
     for _ in range(12):
-        drafter.note_draft_end(7, 0)
-    assert proposed() == 2
+        draft.end()
+    draft = proposed()
+    assert len(draft.ids) == 2
     for _ in range(40):
-        drafter.note_draft_end(2, 0)
-    assert proposed() == 1  # lookup again, which was refused last
+        draft.end()
+    assert len(proposed().ids) == 1  # lookup again, which was refused last
 
 
 def test_what_proposing_takes_counts_in_the_choice_of_the_width():

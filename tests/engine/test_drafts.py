@@ -109,15 +109,16 @@ def test_what_followed_the_longest_common_run_is_proposed(text, most, expected):
 def test_fewer_ids_are_proposed_after_a_refusal_and_more_after_a_draft_that_was_right():
     drafter = Drafter([LookupSource([1, 2, 3, 4, 5] * 8)])
     [(source, width)] = choose_drafts([drafter], [100], 0)
-    drafter.propose(source, 1, None, width)
-    widths = []
+    draft, widths = drafter.propose(source, 1, None, width), []
     for proposed, accepted in [(7, 7), (14, 14), (15, 2), (3, 0), (1, 1), (2, 2)]:
-        drafter.count_proposed(proposed)
-        drafter.note_draft_end(proposed, accepted)
+        assert len(draft.ids) == proposed
+        draft.taken = accepted
+        draft.end()
         [(source, width)] = choose_drafts([drafter], [100], 0)
-        widths.append(len(drafter.propose(source, 1, None, width)))
+        draft = drafter.propose(source, 1, None, width)
+        widths.append(len(draft.ids))
     assert widths == [14, 15, 3, 1, 2, 4]
-    assert drafter.proposed == 42
+    assert drafter.proposed == 42 + 4
 
 
 # ---- what is emitted

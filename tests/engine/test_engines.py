@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -35,6 +36,15 @@ def other(name, open_model=None, opened=None):
     return OtherModel(name, "model", make, name)
 
 
+@contextmanager
+def used(engines, name):
+    engine = engines.acquire(name)
+    try:
+        yield engine
+    finally:
+        engines.release(engine)
+
+
 def submitted(engine, **fields):
     watch = Watch()
     return engine.submit(Submission([1, 2, 3], **fields), watch), watch
@@ -47,7 +57,7 @@ def test_importing_it_imports_no_mlx():
 
 
 def test_answers_of_two_engines_never_run_at_once_and_come_in_their_order():
-    with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
+    with Engines(fake("main"), [other("b")]) as engines, used(engines, "b") as b:
         watches = [submitted(engine)[1] for engine in (engines.main, engines.main, b, engines.main)]
         for watch in watches:
             assert isinstance(watch.wait().end, Finished)
@@ -62,7 +72,7 @@ def test_answers_of_two_engines_never_run_at_once_and_come_in_their_order():
 
 @pytest.mark.slow
 def test_a_request_that_waits_for_another_engine_is_told_so_at_once():
-    with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
+    with Engines(fake("main"), [other("b")]) as engines, used(engines, "b") as b:
         submitted(engines.main)
         watch = submitted(b)[1]
         assert watch.events == [Held("main")]
@@ -70,7 +80,7 @@ def test_a_request_that_waits_for_another_engine_is_told_so_at_once():
 
 
 def test_a_held_request_can_be_cancelled():
-    with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
+    with Engines(fake("main"), [other("b")]) as engines, used(engines, "b") as b:
         first = submitted(engines.main)[1]
         ticket, watch = submitted(b)
         b.cancel(ticket)
@@ -83,7 +93,7 @@ def test_a_held_request_can_be_cancelled():
 
 @pytest.mark.slow
 def test_a_receiver_may_cancel_as_soon_as_it_is_held():
-    with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
+    with Engines(fake("main"), [other("b")]) as engines, used(engines, "b") as b:
         submitted(engines.main)
         watch = Watch(raise_at=0)
         b.submit(Submission([1, 2, 3]), watch)
@@ -94,7 +104,7 @@ def test_a_receiver_may_cancel_as_soon_as_it_is_held():
 
 @pytest.mark.slow
 def test_what_an_engine_refuses_of_a_held_request_is_delivered():
-    with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
+    with Engines(fake("main"), [other("b")]) as engines, used(engines, "b") as b:
         submitted(engines.main)
         watch = submitted(b, sampling={"top_k": 10**9})[1].wait()
         assert isinstance(watch.end, Failed)
@@ -102,7 +112,7 @@ def test_what_an_engine_refuses_of_a_held_request_is_delivered():
 
 
 def test_a_receiver_that_fails_does_not_hold_the_others_up():
-    with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
+    with Engines(fake("main"), [other("b")]) as engines, used(engines, "b") as b:
         engines.main.submit(Submission([1, 2, 3]), Watch(raise_at=2))
         assert isinstance(submitted(b)[1].wait().end, Finished)
 
@@ -110,13 +120,13 @@ def test_a_receiver_that_fails_does_not_hold_the_others_up():
 def test_one_other_model_is_open_at_a_time_and_the_last_used_is_closed_first():
     opened = []
     with Engines(fake("main"), [other("b", opened=opened), other("c", opened=opened)]) as engines:
-        with engines.use("b"), engines.use("b"):
+        with used(engines, "b"), used(engines, "b"):
             assert engines.loaded == ("main", "b")
         assert engines.loaded == ("main", "b")
-        with engines.use("c"):
+        with used(engines, "c"):
             assert engines.loaded == ("main", "c")
             assert [engine.alive for engine in opened] == [False, True]
-        with engines.use("main") as main:
+        with used(engines, "main") as main:
             assert main is engines.main
     assert len(opened) == 2
     assert not any(engine.alive for engine in opened)
@@ -147,14 +157,14 @@ def test_a_model_that_fails_to_open_gives_one_error_and_leaves_the_others_usable
         raise error
 
     with Engines(fake("main"), [other("b"), other("broken", fails)]) as engines:
-        with engines.use("b"):
+        with used(engines, "b"):
             pass
         for _ in range(2):
             with pytest.raises(
                 (EngineError, ModelError), match=r"no such model|broken cannot be opened.*out of memory"
             ):
                 engines.acquire("broken")
-        with engines.use("b") as b:
+        with used(engines, "b") as b:
             assert isinstance(submitted(b)[1].wait().end, Finished)
         assert isinstance(submitted(engines.main)[1].wait().end, Finished)
         with pytest.raises(EngineError, match="there is no model 'x'"):
@@ -169,7 +179,7 @@ def test_many_threads_open_and_ask_without_a_second_engine_at_once():
     def work(n, engines):
         try:
             for i in range(5):
-                with engines.use(["main", "b", "c", "d"][(n + i) % 4]) as engine:
+                with used(engines, ["main", "b", "c", "d"][(n + i) % 4]) as engine:
                     most.append(sum(one.alive for one in list(opened)))
                     assert isinstance(submitted(engine)[1].wait().end, Finished)
         except BaseException as error:
@@ -191,7 +201,7 @@ def test_many_threads_open_and_ask_without_a_second_engine_at_once():
 def test_off_says_what_the_model_says_when_it_may_not_use_hypertokens():
     from mlx_zip.engine.sampling.processors import base_ids_only
 
-    with tiny_engine() as main, Engines(main, make_other_models(main, fake)) as engines, engines.use("off") as off:
+    with tiny_engine() as main, Engines(main, make_other_models(main, fake)) as engines, used(engines, "off") as off:
         assert off.info.codebook_size == 0
         assert off.info.fingerprint != main.info.fingerprint
         watches = [ask(off, tiny.base_ids(9, i), max_tokens=15)[1] for i in range(3)]

@@ -28,7 +28,7 @@ class Work:
             self.ended.append,
             lambda request: self.served.make_reading(request),
         )
-        self.checks = Checks(self.served.facts, None, None)
+        self.checks = Checks(self.served.make_facts(), None, None)
 
     def add(self, name, length, max_tokens=5):
         """Adds a request with a prompt of `length` ids and returns it."""

@@ -17,9 +17,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 from mlx_zip.cli import main
 from mlx_zip.engine.sessions import file_format as session_format
 from mlx_zip.engine.sessions import folder as session_folder
-from mlx_zip.engine.sessions.files import session_as_file, write_session
 from mlx_zip.engine.sessions.folder import purge_session_folder
-from mlx_zip.engine.sessions.session import SessionFile
+from mlx_zip.engine.sessions.session import SessionFile, session_as_file, write_session
 from mlx_zip.errors import EngineError, ModelError
 from mlx_zip.files import make_private
 from mlx_zip.models.rows.zip_state import find_zip_state

@@ -16,7 +16,7 @@ from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.config import ZipConfig
 from mlx_zip.engine.mlx.generate import batch_generate, load
 from mlx_zip.engine.mlx.scoring import compress_row, score_rows
-from mlx_zip.engine.sampling.canonical import CanonicalDecoding, exclude_ids, exclude_ids_in_rows, restore_likely_ids
+from mlx_zip.engine.sampling.canonical import CanonicalDecoding, exclude_ids, restore_likely_ids
 from mlx_zip.engine.sampling.exclusions import CanonicalIds, find_excluded_ids
 from mlx_zip.errors import ConfigError
 from mlx_zip.evaluation.bits import measure_bits
@@ -347,7 +347,7 @@ def test_excluding_in_few_operations_equals_excluding_plainly(excluded):
         logits = mx.array(rng.normal(0, scale, (1, 13)).astype(np.float32))
         closed = mx.array(logits)
         closed[:, mx.array(sorted(set(excluded)))] = -mx.inf
-        found.append(np.array(exclude_ids(logits, excluded)))
+        found.append(np.array(exclude_ids(logits, [excluded])))
         expected.append(np.array(restore_likely_ids(closed, logits)))
     np.testing.assert_array_equal(np.stack(found), np.stack(expected))
 
@@ -355,8 +355,8 @@ def test_excluding_in_few_operations_equals_excluding_plainly(excluded):
 def test_rows_of_a_batch_exclude_what_each_would_alone():
     logits = mx.array(np.random.default_rng(1).normal(0, 2, (4, 13)).astype(np.float32))
     excluded = [[3, 5, 5], [], [2], [0, 1, 4, 6]]
-    together = np.array(exclude_ids_in_rows(logits, excluded, never=12))
+    together = np.array(exclude_ids(logits, excluded, never=12))
     for row, own in enumerate(excluded):
-        alone = exclude_ids(logits[row : row + 1], own) if own else logits[row : row + 1]
+        alone = exclude_ids(logits[row : row + 1], [own])
         np.testing.assert_array_equal(together[row], np.array(alone)[0])
-    assert exclude_ids_in_rows(logits, [[], [], [], []], never=12) is logits
+    assert exclude_ids(logits, [[], [], [], []], never=12) is logits

@@ -11,8 +11,8 @@ import numpy as np
 
 from mlx_zip.bench.engines.interface import compress_prompt_and_text
 from mlx_zip.bench.engines.mlx_engines import ForcedIdSampler
-from mlx_zip.engine.mlx.generate import stream_ids
 from mlx_zip.engine.options import RunOptions
+from support.steps import stream_ids
 
 WINDOWS = (1, 2, 3)  # steps between two checks; different numbers also detect copies that alternate between buffers
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_zip.engine import Progress
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.parts import Group, ServedByEngine
+from mlx_zip.engine.parts import Group, Served
 from mlx_zip.engine.request import Chosen, Request
 from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.engine.threaded import ThreadedEngine
@@ -17,7 +17,7 @@ VOCAB = 1000
 Notes = list[tuple[Any, ...]]  # ("read", request, ids) and ("step", request, ...); a request is named by its first id
 
 
-class FakeServed(ServedByEngine):
+class FakeServed(Served):
     """A plain model whose requests run in groups of one, or of those whose prompts were read in one call.
 
     notes: what was read and stepped, in order. key: what readings have in common that can be read in one call.
@@ -27,13 +27,15 @@ class FakeServed(ServedByEngine):
 
     hyper, context, by_base, canonical = False, None, False, False
     vocab_size, kv_bytes_per_id = VOCAB, 1
-    facts = ModelFacts(VOCAB, None, None, False, None, "", "", 1)
 
     def __init__(self, chunk: int = 10) -> None:
         self.options = RunOptions(prefill_step_size=chunk)
         self.notes: Notes = []
         self.free: Callable[[Any], None] = lambda cache: None
         self.make_reading: Callable[[Request], Any] = lambda request: FakeReading(self, request)
+
+    def make_facts(self) -> ModelFacts:
+        return ModelFacts(VOCAB, None, None, False, None, "", "", 1)
 
     def new_cache(self, start: Any) -> Any:
         return SimpleNamespace()

@@ -13,16 +13,18 @@ import numpy as np
 
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.engine.interface import Emitted, Submission
-from mlx_zip.engine.mlx.generate import stream_ids
+from mlx_zip.engine.mlx.generate import CallersRun, SharedDraws
 from mlx_zip.engine.mlx.group import Reading
-from mlx_zip.engine.mlx.served import Served
+from mlx_zip.engine.mlx.prompt_caches import count_cached_ids
+from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Inline, Request
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.scheduler import Scheduler
-from mlx_zip.engine.sessions.store import NoSessions
+from mlx_zip.engine.sessions.store import Checkout, NoSessions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.models.longrope_refill import plan_rope_factors
+from mlx_zip.models.rows.zip_state import find_zip_state
 
 _TOKENIZER: Any = SimpleNamespace(eos_token_ids=(), encode=lambda text: [])
 
@@ -45,6 +47,42 @@ def decode_steps(
         yield from islice(made, max_steps)
     finally:
         made.close()  # type: ignore[attr-defined]
+
+
+def stream_ids(
+    model: Any,
+    ids: np.ndarray,
+    cache: list[Any],
+    *,
+    sampler: Any,
+    processors: Sequence[Any] = (),
+    progress: Any = None,
+    run: RunOptions | None = None,
+) -> Iterator[tuple[int, mx.array]]:
+    """Has a model read ids [n], hypertokens included, and yields (id, log-probabilities [W]) per emitted id.
+
+    Like `stream_generate`, but without text, and it ends only when the context is full.
+    """
+    served = Served(model, None, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
+    held = Checkout(cache, count_cached_ids(cache), 0, "")
+    own = CallersRun(served, Inline(SharedDraws(sampler, False), tuple(processors), True, True, ids, held))
+    own.add(_expand_next_ids(ids, cache), Sampling(), -1, ())
+    for _, event, logprobs in own.events(progress):
+        if isinstance(event, Emitted):
+            yield event.id, logprobs
+            if event.last:
+                return
+
+
+def _expand_next_ids(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:
+    """Returns the base ids of ids [n] that `cache` reads next. Raises `CodecError` if its codebook lacks an id."""
+    state = find_zip_state(cache)
+    if state is None:
+        return ids.tolist()
+    book = state.books[0].copy()
+    begin = book.mark()
+    book.push(ids)
+    return book.base_ids(begin).tolist()
 
 
 class Together:
@@ -70,7 +108,7 @@ class Together:
         for row, prompt in enumerate(prompts):
             own = Inline(ids=prompt, processors=tuple(() if processors is None else processors[row]))
             submission = Submission(prompt.tolist(), keep=False)
-            checked = Checked(submission, as_ids(prompt), Sampling(**sampling), None, "", 0)
+            checked = Checked(submission, as_ids(prompt), Sampling(**sampling))
             self.requests.append(Request(checked, self._taker(row), own))
             self.scheduler.add_request(self.requests[-1])
 

@@ -52,7 +52,7 @@ def by_hand(model: Any, head: DraftHead, sample: Any, params: Any) -> tuple[floa
     for one in sample.ids[:-1].tolist():
         logits, h = headed.read(mx.array([[one]]), cache)
         logits, excluded = logits[:, -1], canonical.excluded() if canonical and model.config.canonical else []
-        logits = exclude_ids(logits, excluded) if excluded else logits
+        logits = exclude_ids(logits, [excluded])
         states.append(h[0, -1])
         taught.append(np.array(mx.softmax(logits[0].astype(mx.float32)))[: len(rows)])
         ends.append(vocab + (0 if state is None else len(state.books[0])))

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_zip.engine import searching
 from mlx_zip.engine.request import Chosen, Request
-from mlx_zip.engine.sampling.canonical import exclude_ids, exclude_ids_in_rows
+from mlx_zip.engine.sampling.canonical import exclude_ids
 from mlx_zip.engine.sampling.penalties import PenaltyTerms
 from mlx_zip.models.machines import ids_of_first_machine
 
@@ -122,7 +122,7 @@ def _process_logits(
 ) -> mx.array:
     """Returns logits [B, W] after each row's processors. Adds the id of each row with a constraint to `forced`."""
     if not any(request.penalties or request.submission.constraint is not None for request in requests):
-        return _exclude_uncanonical(requests, logits, end, pad_id)
+        return exclude_ids(logits, [request.excluded_ids() for request in requests], pad_id, end)
     rows: list[mx.array] = []
     searches: dict[int, Search] = {}
     for row, request in enumerate(requests):
@@ -149,20 +149,9 @@ def _process_row_logits(request: Request, logits: mx.array, end: int | None) -> 
     tokens: Any = mx.array(np.asarray(request.read_ids, np.int32)) if reads else None
     for processor in request.penalties:
         logits = processor(tokens, logits)
-    excluded = [] if request.canonical is None else request.canonical.excluded()
     if request.submission.constraint is not None:
-        return Search(request, logits, excluded, end)
-    return exclude_ids(logits, excluded) if excluded else logits
-
-
-def _exclude_uncanonical(requests: Sequence[Request], logits: mx.array, end: int | None, pad_id: int) -> mx.array:
-    """Returns logits [B, W] after canonical decoding of the rows that use it."""
-    if all(request.canonical is None for request in requests):
-        return logits
-    excluded = [[] if request.canonical is None else request.canonical.excluded() for request in requests]
-    if len(requests) == 1:
-        return exclude_ids(logits, excluded[0]) if excluded[0] else logits
-    return exclude_ids_in_rows(logits, excluded, pad_id, end)
+        return Search(request, logits, end)
+    return exclude_ids(logits, [request.excluded_ids()])
 
 
 def _pack_logprobs(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.array | None:
@@ -182,13 +171,12 @@ def _pack_logprobs(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -
 class Search(searching.Search):
     """The search for one row's next id in logits [1, W]. end: as in `choose_ids`."""
 
-    def __init__(self, request: Request, logits: mx.array, excluded: list[int], end: int | None) -> None:
-        super().__init__(request, logits, excluded)
+    def __init__(self, request: Request, logits: mx.array, end: int | None) -> None:
+        super().__init__(request, logits)
         self._end = end
 
     def score_open_ids(self, open_: np.ndarray, excluded: list[int]) -> tuple[mx.array, mx.array]:
-        logits = self.mask_closed_ids(self.logits, open_)
-        logits = exclude_ids(logits, excluded) if excluded else logits
+        logits = exclude_ids(self.mask_closed_ids(self.logits, open_), [excluded])
         logprobs = logits - mx.logsumexp(logits[:, : self._end], axis=-1, keepdims=True)
         return logits, self.request.draws.scores(logprobs).astype(mx.float32)
 

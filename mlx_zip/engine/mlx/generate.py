@@ -24,7 +24,7 @@ from mlx_zip.codec.ids import as_ids
 from mlx_zip.engine.drafts import DRAFT_TOKENS, check_draft_options
 from mlx_zip.engine.interface import Emitted, Event, SessionInfo, Submission
 from mlx_zip.engine.mlx.group import Group, Reading
-from mlx_zip.engine.mlx.prompt_caches import CacheTurn, check_prompt, count_cached_ids
+from mlx_zip.engine.mlx.prompt_caches import CacheTurn, check_prompt
 from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, check_kv_options
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.request import Inline, Request
@@ -41,7 +41,7 @@ from mlx_zip.models.loading import load
 from mlx_zip.models.longrope_refill import LongRopeRefill
 from mlx_zip.models.machines import raise_unless_machines_agree
 from mlx_zip.models.rows.zip_state import find_zip_state
-from mlx_zip.packs.pack import PackLike, PackOrEntries, as_pack, split_packs
+from mlx_zip.packs.pack import Pack, PackLike, PackOrEntries, as_pack, split_packs
 from mlx_zip.text.tokenizers import as_tokenizer
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
@@ -157,7 +157,8 @@ def stream_generate(
     check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
     draws = _make_request_sampler(options, sampler, served)
     options.check_biases(served.vocab_size)
-    run = _Run(served, Inline(draws, tuple(logits_processors or ()), True, kept), cache, turn.kept_ids)
+    own = Checkout(cache, turn.kept_ids, 0, "")  # 0 base tokens: the ids to read do not repeat what the cache holds
+    run = CallersRun(served, Inline(draws, tuple(logits_processors or ()), True, kept, checkout=own))
     run.add(turn.base_ids, options, max_tokens, tokenizer.eos_token_ids)
     answer = Answer(tokenizer, served.vocab_size, _as_stop_strings(stop), mx.get_peak_memory, turn.cached_tokens)
     facts = turn.base_ids, turn.kept_ids, _codec_of_cache(cache), max_tokens, stop, options, how
@@ -165,7 +166,7 @@ def stream_generate(
 
 
 def _stream_on_cache(
-    run: _Run, turn: CacheTurn, responses: Generator[tuple[int, GenerationResponse], None, None]
+    run: CallersRun, turn: CacheTurn, responses: Generator[tuple[int, GenerationResponse], None, None]
 ) -> Iterator[GenerationResponse]:
     """Yields the responses of one request. At the end records on the request's cache what the cache has read."""
     ids, pieces, reason = list[int](), list[tuple[str, Sequence[int]]](), None
@@ -180,32 +181,6 @@ def _stream_on_cache(
                     turn.check_cache_unchanged()
     finally:
         turn.end([*run.requests[0].prompt_ids.tolist(), *ids] if ids else [], pieces, reason)
-
-
-def stream_ids(
-    model: Any,
-    ids: np.ndarray,
-    cache: list[Any],
-    *,
-    sampler: Sampler,
-    processors: Sequence[LogitsProcessor] = (),
-    progress: Callable[[int, int], None] | None = None,
-    run: RunOptions | None = None,
-) -> Iterator[tuple[int, mx.array]]:
-    """Has a model read ids [n], hypertokens included, and yields (id, log-probabilities [W]) per emitted id.
-
-    For measurements: like `stream_generate`, but without text, and it ends only when the context is full. processors,
-    progress: as `logits_processors` and `prompt_progress_callback` there.
-    """
-    served = Served(model, None, run or RunOptions(prefill_step_size=PREFILL_STEP_SIZE))
-    inline = Inline(_Sampler(sampler, False), tuple(processors), True, True, ids)
-    own = _Run(served, inline, cache, count_cached_ids(cache))
-    own.add(_expand_next_ids(ids, cache), Sampling(), -1, ())
-    for _, event, logprobs in own.events(progress):
-        if isinstance(event, Emitted):
-            yield event.id, logprobs
-            if event.last:
-                return
 
 
 def cache_prompt(
@@ -226,7 +201,7 @@ def cache_prompt(
     cache = served.new_cache(None)
     check_kv_options(served, cache)
     check_prompt(served, cache, CacheTurn(tokenizer, base_ids, cache))
-    state, own = find_zip_state(cache), _Run(served, Inline(), cache)
+    state, own = find_zip_state(cache), CallersRun(served, Inline(checkout=Checkout(cache, 0, 0, "")))
     own.add(base_ids, Sampling(), 1, ())
     for _ in own.events(lambda read, total: progress(read if state is None else state.books[0].base_length)):
         pass
@@ -235,36 +210,31 @@ def cache_prompt(
     return store, store.sessions()[0]
 
 
-def _expand_next_ids(ids: np.ndarray, cache: list[Any]) -> Sequence[int]:
-    """Returns the base ids of ids [n] that `cache` reads next. Raises `CodecError` if its codebook lacks an id."""
-    state = find_zip_state(cache)
-    if state is None:
-        return ids.tolist()
-    book = state.books[0].copy()
-    begin = book.mark()
-    book.push(ids)
-    return book.base_ids(begin).tolist()
-
-
-class _Run:
+class CallersRun:
     """Requests that run in the caller's thread.
 
-    inline: options of all requests. cache: the caller's cache, for a single request that continues after the first
-    `kept` ids of the cache; None if each request has a new cache.
+    inline: options of all requests. With a caller's cache (`Inline.checkout`) there is only one request.
     """
 
-    def __init__(self, served: Served, inline: Inline, cache: list[Any] | None = None, kept: int = 0) -> None:
+    def __init__(self, served: Served, inline: Inline) -> None:
         self.requests: list[Request] = []
-        self._served, self._inline, self._cache, self._kept = served, inline, cache, kept
+        self._served, self._inline = served, inline
+        own = inline.checkout
+        self._cache, self._kept = (None, 0) if own is None else (own.cache, own.ids)
         self._arrived: deque[tuple[int, Event]] = deque()
         self._yielded: int | None = None  # ids that the caller's cache held when the last id was yielded
 
     def add(
-        self, base_ids: Sequence[int], options: Sampling, max_tokens: int, ends: Iterable[int], start: Any = None
+        self,
+        base_ids: Sequence[int],
+        options: Sampling,
+        max_tokens: int,
+        ends: Iterable[int],
+        start: Pack | None = None,
     ) -> None:
-        """Adds a request. ends: ids that end the answer. start: pack or entries that a new cache begins with."""
+        """Adds a request. ends: ids that end the answer. start: pack that a new cache begins with."""
         row, submission = len(self.requests), Submission(base_ids, max_tokens, frozenset(ends), keep=False)
-        checked, arrived = Checked(submission, as_ids(base_ids), options, start, "", 0), self._arrived
+        checked, arrived = Checked(submission, as_ids(base_ids), options, start), self._arrived
         # the request must not refer to this object, so that the cache is freed as soon as nobody uses the responses
         self.requests.append(Request(checked, lambda event: arrived.append((row, event)), self._inline))
 
@@ -291,23 +261,17 @@ class _Run:
             begin()
             for answer in answers:
                 answer.start()
-            yield from self._respond(answers, progress)
-
-    def _respond(
-        self, answers: Sequence[Answer], progress: Callable[[int, int], None] | None
-    ) -> Iterator[tuple[int, GenerationResponse]]:
-        """Does what `responses` does, after the requests have begun."""
-        for row, event, logprobs in self.events(progress):
-            if self.requests[row].cancelled:
-                continue  # the request's text has ended
-            response = answers[row].take_event(event, logprobs)
-            if response is None:
-                continue
-            if response.finish_reason is not None:
-                self.requests[row].cancelled = True
-            yield row, response
-            if all(request.cancelled for request in self.requests):
-                return
+            for row, event, logprobs in self.events(progress):
+                if self.requests[row].cancelled:
+                    continue  # the request's text has ended
+                response = answers[row].take_event(event, logprobs)
+                if response is None:
+                    continue
+                if response.finish_reason is not None:
+                    self.requests[row].cancelled = True
+                yield row, response
+                if all(request.cancelled for request in self.requests):
+                    return
 
     def events(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[int, Event, Any]]:
         """Yields (index of the request, event, log-probabilities [W] of an emitted id) until all requests have ended.
@@ -316,9 +280,9 @@ class _Run:
         was yielded, and nothing else.
         """
         served = self._served
-        store = NoSessions() if self._cache is None else _CallersCache(self._cache, self._kept)
         reading = partial(_ReportingReading, served, progress or (lambda read, total: None))
-        scheduler = Scheduler(served, store, len(self.requests), None, lambda request: None, reading, raises=True)
+        count = len(self.requests)
+        scheduler = Scheduler(served, NoSessions(), count, None, lambda request: None, reading, raises=True)
         for request in self.requests:
             scheduler.add_request(request)
         try:
@@ -380,19 +344,7 @@ class _ReportingReading(Reading):
         return group
 
 
-class _CallersCache(NoSessions):
-    """Takes the place of a session store: gives the only request the caller's cache, which holds `ids` ids."""
-
-    def __init__(self, cache: Any, ids: int) -> None:
-        super().__init__()
-        self._cache, self._ids = cache, ids
-
-    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> Checkout:
-        """Returns the caller's cache with 0 base tokens, because the prompt does not repeat what the cache holds."""
-        return Checkout(self._cache, self._ids, 0, "")
-
-
-class _Sampler:
+class SharedDraws:
     """Takes the place of `Draws`: one sampler for all requests, which draws from MLX's global random state."""
 
     def __init__(self, sampler: Sampler, greedy: bool) -> None:
@@ -472,7 +424,11 @@ def stream_batch(
     check_kv_options(served, ())
     check_max_tokens(max_tokens, "max_tokens (--max-tokens)")
     options.check_biases(served.vocab_size)
-    run, answers, codecs = _Run(served, Inline(_make_request_sampler(options, sampler, served), logprobs=True)), [], []
+    run, answers, codecs = (
+        CallersRun(served, Inline(_make_request_sampler(options, sampler, served), logprobs=True)),
+        [],
+        [],
+    )
     for prompt, own in zip(prompts, split_packs(start, len(prompts)), strict=True):
         cache = served.new_cache(own)
         turn = CacheTurn(tokenizer, prompt, cache)
@@ -542,14 +498,14 @@ def _ahead_option(model: Any) -> bool | None:
     return None if has_hypertokens(model) else True
 
 
-def _make_request_sampler(options: Sampling, sampler: Sampler | None, served: Served) -> _Sampler:
+def _make_request_sampler(options: Sampling, sampler: Sampler | None, served: Served) -> SharedDraws:
     """Returns `sampler`, or one made from `options` if it is None. Raises `GenerationError` if both are given."""
     if sampler is not None:
         if ignored := options.changed_sampler_options():
             raise GenerationError(f"{', '.join(ignored)}: give either a sampler or options for one")
-        return _Sampler(sampler, False)
+        return SharedDraws(sampler, False)
     never_excluded = served.never_excluded if options.xtc_probability else ()
-    return _Sampler(make_sampler(options, served.width, never_excluded), options.temp == 0)
+    return SharedDraws(make_sampler(options, served.width, never_excluded), options.temp == 0)
 
 
 def _check_function_arguments(**given: Any) -> None:

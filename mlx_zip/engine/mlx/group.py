@@ -58,13 +58,12 @@ class Group:
         h: mx.array | None = None,
     ) -> None:
         self.served, self.requests, self.cache = served, requests, cache
-        self.tokens: list[int] = []
+        self.tokens = [0] * len(requests)  # per row, the id chosen last
         self._begun: mx.array | None = None  # the body's output of a step that began before its ids were read
         self._logits: mx.array | None = logits
         self._choice: Choice | None = None
         self._draft: DraftedPass | None = None
         self._h = h
-        self._rows = list(range(len(requests)))  # rows that choose an id next; other rows wait for the next pass
         self._clock = PassClock()
 
     # ---- one step
@@ -117,8 +116,6 @@ class Group:
         chosen = self._choice.wait_for_ids()
         if self.served.hyper:
             self.served.model.row_source.store_submitted_rows()
-        if len(self.tokens) != len(self.requests):
-            self.tokens = [0] * len(self.requests)
         for row, request, one in zip(self._rows, self._choosing, chosen, strict=True):
             self.tokens[row] = one.id
             if one.failed and request.error is None:
@@ -177,6 +174,11 @@ class Group:
             self.choose_next_ids()
 
     @property
+    def _rows(self) -> Sequence[int]:
+        """The rows that choose an id next; other rows wait for the next pass."""
+        return range(len(self.requests)) if self._draft is None else self._draft.rows
+
+    @property
     def _choosing(self) -> list[Request]:
         """The requests that the next ids are chosen for."""
         return [self.requests[row] for row in self._rows]
@@ -187,10 +189,8 @@ class Group:
         If some of these ids are those that a draft proposed, the logits come from the draft's pass, for these rows
         only, and the other rows wait. Otherwise a new pass reads the last id of all rows.
         """
-        if self._draft is not None and (
-            rows := self._draft.add_chosen_to_cache([self.tokens[row] for row in self._rows])
-        ):
-            self._rows, self._h = rows, self._draft.h
+        if self._draft is not None and self._draft.add_chosen_to_cache([self.tokens[row] for row in self._rows]):
+            self._h = self._draft.h
             return self._draft.logits
         self._close_draft()
         if any(proposed := self._propose_drafts()):
@@ -228,7 +228,7 @@ class Group:
         """Ends a draft, even if not all its ids were chosen. The cache then holds the chosen ids, and no row waits."""
         if self._draft is not None:
             self._draft.close()
-        self._draft, self._rows = None, list(range(len(self.requests)))
+        self._draft = None
 
     def _expects_draft(self) -> bool:
         """Returns whether the next logits may come from a draft; if so, the host must read ids before a step begins."""
@@ -279,20 +279,14 @@ class Group:
     # ---- joining and leaving
 
     def merge_key(self) -> bool | None:
-        """Returns whether the next step of all rows uses LongRoPE's long factors; False for models without LongRoPE.
+        """Returns whether all rows use LongRoPE's long factors; False for models without LongRoPE.
 
-        Groups with equal results may be merged. Returns None if this group must not be merged now.
+        Groups with equal results may be merged. Returns None if this group must not be merged now. Called after
+        `split_off_rows` has removed the rows whose next step uses other factors.
         """
         if not self.served.batches or self._logits is not None:  # logits: of a step that `begin_step` began
             return None
-        if self.served.long_context is None:
-            return False
-        long = find_zip_state(self.cache).long_rope  # type: ignore[union-attr]
-        same = all(
-            request.needs_long_factors_for(token) == long
-            for request, token in zip(self.requests, self.tokens, strict=True)
-        )
-        return long if same else None
+        return self.served.long_context is not None and find_zip_state(self.cache).long_rope  # type: ignore[union-attr]
 
     def rows_switching_factors(self) -> list[int]:
         """Returns the rows whose next step uses other LongRoPE factors than their last step."""
@@ -325,7 +319,6 @@ class Group:
         for other in others:
             self.requests += other.requests
             self.tokens += other.tokens
-        self._rows = list(range(len(self.requests)))
         self.bind_requests()
 
     def _keep_rows(self, stay: Sequence[int]) -> None:
@@ -338,7 +331,6 @@ class Group:
                 request.cache = extract_cache(self.cache, row) if batch else self.cache
                 request.bind_to_row(find_zip_state(request.cache), 0)
         self.requests, self.tokens = [requests[row] for row in stay], [self.tokens[row] for row in stay]
-        self._rows = list(range(len(stay)))
         if not stay:
             self.cache = []
         elif len(stay) == 1 and batch:
@@ -358,7 +350,7 @@ class Group:
         """Frees the cache and removes all requests. Called after the group has failed."""
         self.requests, self.tokens = [], []
         self.cache, self._begun, self._logits, self._choice = [], None, None, None
-        self._draft, self._h, self._rows = None, None, []
+        self._draft = self._h = None
 
     @property
     def length(self) -> int:

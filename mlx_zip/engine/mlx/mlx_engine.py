@@ -23,7 +23,7 @@ from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.mlx.draft_model import load_draft_model
 from mlx_zip.engine.mlx.group import Reading
 from mlx_zip.engine.mlx.scoring import score_in_parts
-from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served, ServedByEngine
+from mlx_zip.engine.mlx.served import PREFILL_STEP_SIZE, Served
 from mlx_zip.engine.options import KEEP_WIRED_S, RunOptions, ServeOptions
 from mlx_zip.engine.request import Request
 from mlx_zip.engine.scored import Compressed, Scored
@@ -130,12 +130,12 @@ class MlxEngine(ThreadedEngine):
 
     _wired: WiredMemory | None = None  # created in the engine's thread
 
-    def _make_served(self, load: Load, name: str) -> ServedByEngine:
+    def _make_served(self, load: Load, name: str) -> Served:
         model, self.tokenizer, *draft_model = load()
         streams = [generation_stream, mx.default_stream(mx.default_device())]
         self._wired = WiredMemory(self._options.keep_wired_s, streams)
         self._wired.wire()
-        served = ServedByEngine(model, self.tokenizer, self._options.run, *draft_model)
+        served = Served(model, self.tokenizer, self._options.run, *draft_model)
         _warn_if_large(name, served.weight_bytes)
         return served
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import version
 from numbers import Integral
 from typing import Any
@@ -18,12 +18,11 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.device import default_device_is_gpu
-from mlx_zip.engine.cost_files import SAVE_EVERY_S, CostFile
 from mlx_zip.engine.draft_sources import make_text_sources
 from mlx_zip.engine.drafts import Drafter
 from mlx_zip.engine.mlx.draft_model import DraftModel, DraftModelSource, HeadSource
 from mlx_zip.engine.options import RunOptions
-from mlx_zip.engine.pass_costs import PassCosts
+from mlx_zip.engine.pass_costs import SAVE_EVERY_S, CostFile, PassCosts
 from mlx_zip.engine.sampling.options import Sampling
 from mlx_zip.engine.sampling.processors import make_penalty_processors
 from mlx_zip.engine.submissions import ModelFacts
@@ -44,7 +43,7 @@ class Served:
     """A loaded model. `mlx_zip.engine.parts.Served` describes the members without a docstring.
 
     ahead: whether steps begin before the host has read their ids. width: see `ModelFacts`. never_excluded: ids that XTC
-    never excludes. kv_bytes_per_id: 0 unless an engine serves the model. draft_model: a model that proposes ids, or
+    never excludes. kv_bytes_per_id: 0 until `make_facts`. draft_model: a model that proposes ids, or
     None.
     """
 
@@ -87,12 +86,11 @@ class Served:
     def _weight_bytes(self) -> int:
         return sum(array.nbytes for _, array in named_arrays(self.model.parameters()))
 
-    @property
-    def quantize(self) -> Callable[[list[Any]], None]:
-        """A function that quantizes one request's KV caches in place once they hold `quantized_kv_start` ids."""
+    def quantize(self, cache: list[Any]) -> None:
+        """Quantizes one request's KV caches in place once they hold `quantized_kv_start` ids."""
         options = self.options
-        return partial(
-            maybe_quantize_kv_cache,
+        maybe_quantize_kv_cache(
+            cache,
             kv_bits=options.kv_bits,
             kv_group_size=options.kv_group_size,
             quantized_kv_start=options.quantized_kv_start,
@@ -173,17 +171,8 @@ class Served:
         if self.options.draft != "off":
             self._cost_file.save()
 
-
-class ServedByEngine(Served):
-    """A model that an engine serves. facts: what checks of submissions need."""
-
-    def __init__(self, model: Any, tokenizer: Any, options: RunOptions, draft_model: Any = None) -> None:
-        super().__init__(model, tokenizer, options, draft_model)
-        self.kv_bytes_per_id = self._measure_kv_bytes_per_id()
-        self.facts = self._make_facts()
-
-    def _measure_kv_bytes_per_id(self) -> int:
-        """Runs the model on one id, and returns the bytes of KV cache per id.
+    def make_facts(self) -> ModelFacts:
+        """Returns what checks of submissions need. First runs the model on one id, and sets `kv_bytes_per_id`.
 
         Thus a model that cannot run fails at loading, and the first request does not have to wait for compilation.
         """
@@ -191,9 +180,7 @@ class ServedByEngine(Served):
         check_kv_options(self, cache)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
         plain = [entry for entry in flatten_cache_lists(kv_caches(cache)) if type(entry) is KVCache]
-        return sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
-
-    def _make_facts(self) -> ModelFacts:
+        self.kv_bytes_per_id = sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
         model = self.model
         return ModelFacts(
             vocab_size=self.vocab_size,

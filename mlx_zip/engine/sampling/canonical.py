@@ -26,35 +26,28 @@ class CanonicalDecoding(CanonicalIds):
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Returns logits [1, W]. The last id is taken from the codebook; `tokens` is not used."""
-        excluded = self.excluded()
-        return exclude_ids(logits, excluded) if excluded else logits
+        return exclude_ids(logits, [self.excluded()])
 
 
-def exclude_ids(logits: mx.array, excluded: Sequence[int]) -> mx.array:
-    """Returns logits [1, W] with the ids `excluded` at -inf, unless together they have over half the probability.
-
-    Gives the result of `restore_likely_ids` in fewer operations. The half is `MAX_EXCLUDED_SHARE`.
-    """
-    ids = mx.array(list(set(excluded)))[None]
-    chosen = mx.take_along_axis(logits, ids, axis=-1)
-    return mx.put_along_axis(logits, ids, _exclude_unless_likely(chosen, *_log_sum_exps(chosen, logits)), axis=-1)
-
-
-def exclude_ids_in_rows(
-    logits: mx.array, excluded: Sequence[Sequence[int]], never: int, end: int | None = None
+def exclude_ids(
+    logits: mx.array, excluded: Sequence[Sequence[int]], never: int = 0, end: int | None = None
 ) -> mx.array:
-    """Does what `exclude_ids` does for each row of logits [B, W], with ids of its own, and returns the logits.
+    """Returns logits [B, W] with each row's excluded ids at -inf, unless they have over half the row's probability.
 
-    excluded: the ids of each row. never: an id that no row excludes, used as padding. end: all columns from `end` on
-    are -inf; None if not known.
+    Gives the result of `restore_likely_ids` in fewer operations. The half is `MAX_EXCLUDED_SHARE`. excluded: the ids of
+    each row. never: an id that no row excludes, used as padding. end: all columns from `end` on are -inf; None if not
+    known.
     """
-    lists = [list(set(ids)) for ids in excluded]
-    if not (width := max(map(len, lists))):
+    if not any(excluded):
         return logits
+    lists = [list(set(ids)) for ids in excluded]
+    width = max(map(len, lists))
     ids = mx.array([[*row, *[never] * (width - len(row))] for row in lists])
+    chosen, whole = mx.take_along_axis(logits, ids, axis=-1), logits if end is None else logits[:, :end]
+    if all(len(row) == width for row in lists):
+        return mx.put_along_axis(logits, ids, _exclude_unless_likely(chosen, *_log_sum_exps(chosen, whole)), axis=-1)
     real = mx.array([[True] * len(row) + [False] * (width - len(row)) for row in lists])
-    chosen = mx.take_along_axis(logits, ids, axis=-1)
-    closed = _exclude_unless_likely(chosen, *_log_sum_exps(mx.where(real, chosen, -mx.inf), logits[:, :end]))
+    closed = _exclude_unless_likely(chosen, *_log_sum_exps(mx.where(real, chosen, -mx.inf), whole))
     return mx.put_along_axis(logits, ids, mx.where(real, closed, chosen), axis=-1)
 
 

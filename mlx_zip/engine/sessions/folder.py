@@ -10,20 +10,30 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_zip.engine.sessions.file_format import FileContents
-from mlx_zip.engine.sessions.files import list_session_files, read_session_index, session_as_file, write_session
-from mlx_zip.engine.sessions.session import Session, SessionCaches, SessionFile, file_stamp, new_session_name
+from mlx_zip.engine.sessions.session import (
+    Session,
+    SessionCaches,
+    SessionFile,
+    file_stamp,
+    new_session_name,
+    read_session_index,
+    session_as_file,
+    write_session,
+)
 from mlx_zip.errors import EngineError, failure_reason
 from mlx_zip.files import make_private, mark_folder_in_use
 
 _ABANDONED_AFTER_S = 3600  # seconds without a change after which no process can still be writing an unfinished file
+_SESSION_FILE_NAME = re.compile(r"[0-9a-f]{16}\.safetensors")
 _UNFINISHED_PATTERN = ".*.safetensors.partial-*"  # names of unfinished files
 RESPONSES_FOLDER = "responses"  # folder of a server's stored responses (`mlx_zip serve`), in a folder of sessions
 _MOST_NAMED = 3  # maximum number of refused files that a warning names
@@ -232,6 +242,11 @@ class SessionFolder:
         if kind not in self._warned_kinds:
             self._warned_kinds.add(kind)
             log.warning("session folder %s %s", self.folder, what)
+
+
+def list_session_files(folder: Path) -> Iterator[Path]:
+    """Yields the session files in a folder, sorted by name. Raises `OSError`."""
+    return (path for path in sorted(folder.iterdir()) if _SESSION_FILE_NAME.fullmatch(path.name))
 
 
 def with_machine_folders(folder: Path) -> list[Path]:

@@ -32,8 +32,7 @@ from mlx_zip.engine.sessions.file_format import (
     pack_key_of,
     position_settings_text,
 )
-from mlx_zip.engine.sessions.files import raise_if_other_ids
-from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book
+from mlx_zip.engine.sessions.session import Ids, Session, ids_in_book, raise_if_other_ids
 from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from mlx_zip.errors import EngineError
 from mlx_zip.layout import decoder_config, has_hypertokens

@@ -1,4 +1,4 @@
-"""`Session`: what a `SessionStore` knows of one session. `SessionCaches`: how the store handles a model's caches.
+"""`Session`: what a `SessionStore` knows of one session, and the session's file. `SessionCaches`: a model's caches.
 
 MLX and PyTorch each implement `SessionCaches`. A request's cache is what `mlx_zip.engine.parts.Served.new_cache`
 returns. The cache kept in a session may be of another type. Only implementations of `SessionCaches` look inside caches.
@@ -6,9 +6,11 @@ returns. The cache kept in a session may be of another type. Only implementation
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +21,16 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook
 from mlx_zip.engine.interface import SessionInfo
-from mlx_zip.engine.sessions.file_format import FileContents, ModelIdentity
+from mlx_zip.engine.sessions.file_format import (
+    INDEX_TENSORS,
+    BadFileError,
+    FileContents,
+    FileTensor,
+    ModelIdentity,
+    read_session_file,
+    write_session_file,
+)
+from mlx_zip.errors import EngineError, MlxZipError, failure_reason, first_message_line
 
 Ids = NDArray[np.uint32]
 AnswerIds = dict[str, tuple[int, ...]]  # key of an answer (for example its text) -> base ids
@@ -187,3 +198,95 @@ class SessionCaches(Protocol):
         Raises `BadFileError` or another error if this model cannot have made the cache.
         """
         ...
+
+
+# ---- a session's file
+#
+# A file holds a whole session: KV cache, ids, base ids, random state, and the answers' texts with the base ids that
+# were emitted, because these cannot be derived from a text. Hyper rows are not in the file. The conversation is in the
+# file unencrypted. Other users cannot read it: files have mode 0600, and a folder that others can write to is not used.
+# Damaged and hostile files are refused: lengths and shapes are checked before anything is built, there are two
+# checksums, and no pickle. Nothing protects against somebody with access to your account or disk, because checksums are
+# not signatures.
+
+_DAMAGE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, RecursionError)
+
+
+def session_as_file(session: Session, caches: SessionCaches, file_facts: Mapping[str, str]) -> FileContents:
+    """Returns the contents of a session's file, without its answers. Call this in the engine's thread.
+
+    The contents do not change when the session is continued. file_facts: further facts for the file: "model" and
+    "tokenizer_config", in mlx-lm's format.
+    """
+    facts = {
+        **caches.identity.facts,
+        "pack_key": session.pack_key,
+        "base_tokens": str(len(session.base_ids)),
+        "trims": str(int(session.is_trimmable)),
+        **file_facts,
+    }
+    return caches.file_contents(session).with_facts(facts)
+
+
+def write_session(path: Path, contents: FileContents, answers: AnswerIds) -> None:
+    """Writes a session to a file atomically. contents: result of `session_as_file`. Raises `OSError`."""
+    write_session_file(path, contents.with_facts({"answers": json.dumps(answers)}))
+
+
+def read_session_index(path: Path, identity: ModelIdentity) -> Session:
+    """Reads a session without its cache. Raises `EngineError` if the file is damaged or of another model."""
+    with _errors_name_the_file(path):
+        return _session_without_cache(path, read_session_file(path, whole=False), identity)
+
+
+def read_session(path: Path, caches: SessionCaches, most_bytes: int) -> Session:
+    """Reads a session with its cache and checks it against the model.
+
+    Raises `EngineError`, naming the file, if the file is damaged, unreadable, larger than `most_bytes`, or of another
+    model.
+    """
+    with _errors_name_the_file(path):
+        contents = read_session_file(path, most_bytes=most_bytes)
+        session = _session_without_cache(path, contents, caches.identity)
+        session.cache, session.random_state = caches.cache_from_file(contents, session)
+        session.bytes, session.is_trimmable = caches.measure(session.cache)
+        return session
+
+
+@contextmanager
+def _errors_name_the_file(path: Path) -> Iterator[None]:
+    """Context manager: turns all errors that a damaged or foreign file can cause into an `EngineError` with `path`."""
+    advice = "it is left as it is; delete it, or use it with the model and version that made it"
+    try:
+        yield
+    except BadFileError as error:
+        raise EngineError(f"session file {path}: {error} ({advice})") from error
+    except OSError as error:
+        raise EngineError(f"session file {path}: {failure_reason(error)}") from error
+    except (*_DAMAGE_ERRORS, MlxZipError) as error:
+        text = f"its contents do not fit together: {first_message_line(error)}"
+        raise EngineError(f"session file {path}: {text} ({advice})") from error
+
+
+def _session_without_cache(path: Path, contents: FileContents, identity: ModelIdentity) -> Session:
+    """Returns the session in a file, without its cache. Raises `BadFileError` or one of `_DAMAGE_ERRORS`."""
+    facts = contents.facts
+    identity.raise_if_other_model(facts)
+    (base_ids, ends) = (_uint32_array(tensor) for tensor in list(contents.tensors.values())[:INDEX_TENSORS])
+    spans = np.diff(ends.astype(np.int64), prepend=0)
+    if base_ids.ndim != 1 or ends.ndim != 1 or not len(ends) or spans.min() < 1 or ends[-1] != len(base_ids):
+        raise BadFileError("its ids and base ids do not fit together")
+    answers = {str(key): tuple(map(int, ids)) for key, ids in json.loads(facts["answers"]).items()}
+    return Session(path.stem, facts["pack_key"], base_ids, ends, None, facts["trims"] == "1", 0, answers)
+
+
+def _uint32_array(tensor: FileTensor) -> np.ndarray:
+    if tensor.dtype != "U32":
+        raise BadFileError("its ids are no 32-bit integers")
+    return np.frombuffer(tensor.data, np.uint32).reshape(tensor.shape).copy()
+
+
+def raise_if_other_ids(held: tuple[np.ndarray, np.ndarray], session: Session) -> None:
+    """Raises `BadFileError` if `held`, from `SessionCaches.held_ids`, differs from the ids that `session` names."""
+    if not all(np.array_equal(*pair) for pair in zip(held, (session.base_ids, session.ends), strict=True)):
+        raise BadFileError("its codebook holds other ids than it says")

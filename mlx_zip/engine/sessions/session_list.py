@@ -30,9 +30,6 @@ class SessionList:
         self._indexes: dict[str, PrefixIndex] = {}  # by pack key
         self.answers = AnswersByKey()
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 

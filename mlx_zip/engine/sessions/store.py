@@ -26,7 +26,6 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from mlx_zip.engine.interface import Differing, SessionInfo
-from mlx_zip.engine.sessions.files import read_session, session_as_file, write_session
 from mlx_zip.engine.sessions.folder import SessionFolder
 from mlx_zip.engine.sessions.session import (
     AnswerIds,
@@ -36,6 +35,9 @@ from mlx_zip.engine.sessions.session import (
     answers_within,
     file_stamp,
     new_session_name,
+    read_session,
+    session_as_file,
+    write_session,
 )
 from mlx_zip.engine.sessions.session_list import SessionList
 from mlx_zip.errors import EngineError, UnknownSessionError, failure_reason
