@@ -34,6 +34,7 @@ from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted_vocab
 from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE, read_base_vocabulary
 from mlx_zip.vocab.adaptbpe.tokenizer_json import kept_ids_tokenizer_json
 
+_FLAG = "--out"  # of `mlx_zip vocab adapt convert`, for messages
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
 _PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # config key whose value is a list of pairs: index of the ids
 _COPIED = ("special_tokens_map.json", "chat_template.json", "chat_template.jinja")  # files without ids
@@ -48,7 +49,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     `ConversionError`, `ConfigError` or `DataError` if the model cannot be adapted, naming the file, tensor or key.
     """
     out, place = Path(mlx_path), source.locate_local_model(model)
-    output.refuse_existing_path(out)
+    output.refuse_existing_path(out, _FLAG)
     if place is None:
         raise ConversionError(f"{model} is not a folder")
     if (place.folder / ADAPTERS).is_dir():
@@ -65,7 +66,10 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     files = _adapt_json_files(place.folder, kept, base.source, new_ids)
     if (place.folder / IN_FOLDER).exists():
         warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
-    with output.new_model_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
+    with (
+        output.new_model_folder(out, _FLAG) as folder,
+        ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step,
+    ):
         prints = SideFingerprints()
 
         def stored(name: str, array: mx.array, data: memoryview) -> None:
