@@ -31,6 +31,7 @@ from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted_vocab
 from mlx_zip.vocab.adaptbpe.base_vocabulary import FILE, read_base_vocabulary
 from mlx_zip.vocab.adaptbpe.tokenizer_json import kept_ids_tokenizer_json
 
+_FLAG = "--out"  # of `mlx_zip vocab adapt convert`, for messages
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
 _PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # config key whose value is a list of pairs: index of the ids
 _COPIED = ("special_tokens_map.json", "chat_template.json", "chat_template.jinja")  # files without ids
@@ -45,7 +46,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     `ConversionError`, `ConfigError` or `DataError` if the model cannot be adapted, naming the file, tensor or key.
     """
     out, place = Path(mlx_path), source.locate_local_model(model)
-    output.refuse_existing_path(out)
+    output.refuse_existing_path(out, _FLAG)
     if place is None:
         raise ConversionError(f"{model} is not a folder")
     if (place.folder / ADAPTERS).is_dir():
@@ -63,7 +64,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     if (place.folder / IN_FOLDER).exists():
         warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
     config["adapted"] = {"from": place.name, "vocabulary": kept.fingerprint, "mlx_zip": mlx_zip.__version__}
-    with output.new_model_folder(out) as folder:
+    with output.new_model_folder(out, _FLAG) as folder:
         parameters = _count_parameters(weights, config.get("quantization", {}))
         output.write_model(folder, weights, parameters, config, progress)
         for name, data in files.items():

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--adapter-path", help="folder of an mlx-lm adapter to load with the model (default: none)")
     add_trust_remote_code_flag(add)
     add("--eos-token", help="end-of-sequence token of the tokenizer (default: the tokenizer's own)")
-    add("--prompt-cache-file", required=True, help="safetensors file to write; an existing file is replaced")
+    add("--prompt-cache-file", required=True, help=".safetensors file to write; an existing file is replaced")
     add("--prompt", required=True, help="text to read, or - to read it from standard input as UTF-8")
     add_codebook_flags(add)
     add_kv_quantization_flags(add)
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.engine != MLX:  # auto: only MLX writes such files, and its device has not been chosen yet
         set_device_from_environment()
     file = expand_home(args.prompt_cache_file)
-    check_writable(file)
+    check_writable(file, "a prompt cache", ".safetensors")  # generate and servers read no other name
     prompt, chosen = read_prompt(args.prompt), read_packs(args.pack)
     name = str(named.bundled_model_folder(named.DEFAULT)) if args.model is None else args.model
     check_kv_size(args, name)

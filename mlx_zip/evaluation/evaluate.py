@@ -35,6 +35,7 @@ from mlx_zip.layout import MODEL_TYPE, has_hypertokens
 from mlx_zip.models.loading import load
 from mlx_zip.models.model_folder import (
     ModelArgs,
+    check_codebook_size,
     codebook_config_changes,
     find_model_folder,
     is_plain_model,
@@ -65,7 +66,6 @@ _TASK_SETTINGS = {  # settings that only benchmark tasks use
     "apply_chat_template",
     "confirm_run_unsafe_code",
 }
-_LARGEST_CODEBOOK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def evaluate(
 
     Raises `MlxZipError` if an input cannot be read or inputs do not fit together, mostly before any model is loaded.
     """
-    _check_codebook_size(codebook_size)
+    check_codebook_size(codebook_size)
     chosen = chosen_packs.read_packs(pack)
     runner = ModelRunner("mlx", mx.default_device().type.name, load) if runner is None else runner
     evaluation = _Evaluation(models, options, chosen, codebook_size, row_store, progress, runner)
@@ -345,11 +345,6 @@ def _default_context_length(config: Mapping[str, Any]) -> int:
     positions = config.get("max_position_embeddings", nested)
     fits = isinstance(positions, int) and positions > 0
     return min(LARGEST_DEFAULT_CONTEXT, positions) if fits else LARGEST_DEFAULT_CONTEXT
-
-
-def _check_codebook_size(size: int | None) -> None:
-    if size is not None and not 0 <= size <= _LARGEST_CODEBOOK:
-        raise DataError(f"--codebook-size must be from 0 to {_LARGEST_CODEBOOK}, got {size}")
 
 
 def _check_model_files(folder: Path, codebook_size: int | None, pack: Pack | None) -> None:

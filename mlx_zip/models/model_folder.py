@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.codec import CodecParams
+from mlx_zip.codec.params import MAX_CODEBOOK
 from mlx_zip.config import ZipConfig, parse_zip_section
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.files import read_json_object
@@ -137,12 +138,19 @@ def read_model_codec(config: Mapping[str, Any]) -> CodecParams | None:
     return ModelArgs(dict(config)).zip_config.codec_params if "zip2zip" in config else None
 
 
+def check_codebook_size(size: int | None) -> None:
+    """Raises `ConfigError` if `size` is a number of slots that no codebook can have; None is the model's own number."""
+    if isinstance(size, int) and not 0 <= size <= MAX_CODEBOOK:
+        raise ConfigError(f"codebook_size (--codebook-size) must be from 0 to {MAX_CODEBOOK}, got {size}")
+
+
 def codebook_config_changes(config: Mapping[str, Any], size: int | None, pack: Pack | None) -> dict[str, Any]:
     """Returns the keys of config.json to replace, for a codebook of `size` slots that begins with `pack`.
 
-    size: None for the config's own. pack: None for the model's own. Raises `ModelError` if a plain model is given a
-    size, or a pack without tuned rows.
+    size: None for the config's own. pack: None for the model's own. Raises `ConfigError` for a size that no codebook
+    can have, `ModelError` if a plain model is given a size, or a pack without tuned rows.
     """
+    check_codebook_size(size)
     if config["model_type"] == MODEL_TYPE:
         section = config.get("zip2zip")
         sizes = section.get("compression") if isinstance(section, Mapping) else None

@@ -69,6 +69,7 @@ def test_a_bench_that_cannot_run_is_one_line(flags, capsys):
         (["--temp", -1], "--temp"),
         (["--stop", ""], "--stop"),
         (["--kv-bits", 9], "--kv-bits"),
+        (["--codebook-size", -1], "codebook_size (--codebook-size) must be from 0 to 1048576, got -1"),
         (["--logit-bias", "{"], "--logit-bias is not valid JSON"),
         (["--logit-bias", "[1]"], "--logit-bias must be a JSON map"),
         (["--logit-bias", '{"a": 1}'], "--logit-bias"),

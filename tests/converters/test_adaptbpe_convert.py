@@ -320,7 +320,7 @@ def test_the_command_converts(tmp_path, capsys):
     assert cli.main(list(map(str, words))) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "smaller")
     assert cli.main(list(map(str, words))) == 2
-    assert "already exists" in capsys.readouterr().err
+    assert "already exists; delete it or choose another --out" in capsys.readouterr().err
 
 
 def test_a_starting_codebook_is_renumbered_and_what_is_lost_is_told(made, tmp_path):

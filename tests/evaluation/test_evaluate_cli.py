@@ -186,8 +186,8 @@ def test_a_damaged_second_model_is_named_before_the_first_is_loaded(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--codebook-size", -5), "--codebook-size must be from 0 to 1048576, got -5"),
-        (("--codebook-size", 10**11), "--codebook-size must be from 0 to 1048576"),
+        (("--codebook-size", -5), "(--codebook-size) must be from 0 to 1048576, got -5"),
+        (("--codebook-size", 10**11), "(--codebook-size) must be from 0 to 1048576"),
         (("--codebook-size", 1, "--pack", "PACK"), "2 entries, but the model's codebook has 1 slots"),
         (("--tasks", ","), "--tasks names no task"),
         (("--generate", 1, "--stop", "x", ""), "a stop string (--stop) is empty"),

@@ -246,7 +246,7 @@ def test_a_model_runs_with_more_or_fewer_slots_than_its_config_says():
         np.testing.assert_allclose(got[..., :both][installed], want[..., :both][installed], atol=1e-5)
         assert np.isinf(got[..., got.shape[-1] - tail :]).all() or not tail
         assert np.isfinite(got[0, -1, vocab:]).sum() == min(size, np.isfinite(want[0, -1, vocab:]).sum())
-    with pytest.raises(ConfigError, match="max_codebook_size"):
+    with pytest.raises(ConfigError, match=r"--codebook-size\) must be from 0 to 1048576, got -1"):
         load(folder, codebook_size=-1)
 
 

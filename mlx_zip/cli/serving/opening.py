@@ -43,6 +43,8 @@ def open_engine_from_flags(args: argparse.Namespace, chosen: Pack | None, group:
         engine_choice.open_row_store(args) as store,
         open_chosen_engine(args, chosen, group, store) as engine,
     ):
+        if args.chat_template is not None:
+            _check_chat_template(engine.tokenizer)
         yield engine
 
 
@@ -131,6 +133,22 @@ def _read_chat_template(given: str) -> str:
     with errors_as(GenerationError, f"--chat-template {given}", OSError, UnicodeDecodeError, DataError):
         check_regular_file(expand_home(given))
         return expand_home(given).read_text(encoding="utf-8")
+
+
+def _check_chat_template(tokenizer: Any) -> None:
+    """Raises `GenerationError` if the tokenizer's chat template has an error of syntax, so that any request would fail.
+
+    Other errors may depend on the request, for example on its system message.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    from mlx_zip.text.prompts import render_chat
+
+    try:
+        render_chat(tokenizer, [{"role": "user", "content": "Hello."}])
+    except GenerationError as error:
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            raise GenerationError(f"--chat-template: {error}") from error
 
 
 def server_pack_options(chosen: Pack | None, name: str, engine: Any) -> dict[str, Any]:
