@@ -17,7 +17,7 @@ from mlx_zip.errors import ModelError
 from mlx_zip.models.decoder_options import FAMILIES
 from mlx_zip.models.machines import SHARDED_TYPES, raise_unless_splittable
 from support import tiny
-from support.command_line import runner
+from support.command_line import runner, without_torch
 from support.places import REPO
 from support.processes import Command, wait_all
 from support.several_machines import LIMIT_S, PROMPT, free_ports, generated_ids, ids_on, peaks_on, ring, write_model
@@ -80,7 +80,7 @@ def test_a_machine_never_holds_more_than_its_share_and_one_tensor(tmp_path):
 def test_mlx_launch_runs_generate_and_only_the_first_machine_prints(jobs, tmp_path, capsys):
     flags = "--prompt", PROMPT, "--max-tokens", "12", "--temp", "0.8", "--seed", "5", "--json"
     launch = Path(sys.executable).parent / "mlx.launch"
-    command = [sys.executable, "-m", "mlx_zip", "generate", "--model", str(jobs[0][0]), *flags]
+    command = [*without_torch("mlx_zip"), "generate", "--model", str(jobs[0][0]), *flags]
     words = [launch, "-n", "2", "--backend", "ring", "--starting-port", str(free_ports(1)[0]), "--cwd", REPO]
     done = subprocess.run(
         [*map(str, words), "--", *command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
