@@ -98,13 +98,6 @@ def answer_all(
     return [_wait(watch) for watch in watches]
 
 
-def answer_three(vllm_args: dict[str, Any]) -> list[list[int]]:
-    """Returns the ids of three requests to `stories`, of an engine that is opened for them."""
-    with open_on_vllm("stories", 4, vllm_args) as engine:
-        asked = [Submission(engine.tokenizer.encode(text), 10) for text in TEXTS]
-        return [watch.ids for watch in answer_all(engine, asked)]
-
-
 def _wait(watch: Watch) -> Watch:
     """Waits for the end of a request; interpreted kernels take their time."""
     assert watch._done.wait(900), "the request did not end"
