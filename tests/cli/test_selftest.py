@@ -170,7 +170,7 @@ def test_a_model_by_name_is_timed_only_if_it_was_made_before(tiny_shape, monkeyp
 
 
 def test_a_machine_without_the_memory_leaves_the_shape_out(tiny_shape, monkeypatch):
-    monkeypatch.setattr(steps, "memory_bytes", lambda: 4 << 30)
+    monkeypatch.setattr(steps, "host_memory_bytes", lambda: 4 << 30)
     assert steps.measure_random_shape(60) == {"skipped": "it needs a machine with 6 GB of memory"}
 
 
