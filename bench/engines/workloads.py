@@ -72,7 +72,7 @@ class Workload:
 
     @property
     def positions(self) -> int:
-        """Upper bound on the number of positions that a plain model needs, including one eos per turn."""
+        """Upper bound on the base tokens that a plain model's context must hold for all turns, one eos per turn."""
         return sum(len(turn.prompt) + turn.tokens + 1 for turn in self.turns)
 
 

@@ -123,7 +123,7 @@ class _MetadataReader:
         return value
 
     def numbers_per_token(self, name: str, kinds: str, default: float) -> np.ndarray:
-        """Returns an array with one number per token. kinds: allowed kinds of dtype, as letters of `dtype.kind`."""
+        """Returns the value of `name` as an array, one number per token. kinds: allowed letters of `dtype.kind`."""
         values = self.pop_value(name, np.ndarray, None)
         if values is None:
             return np.full(len(self.tokens), default)

@@ -345,7 +345,7 @@ class Batch:
     def _run_postponed_bodies(
         self, rows: Sequence[int], drafts: Mapping[int, Draft], errors: dict[int, Exception]
     ) -> None:
-        """Runs the body over the last id of each sequence in `rows`, and over the draft that follows the id, if any."""
+        """Runs the layers over the last id of each sequence in `rows`, and over the draft behind it, if any."""
         switching = [row for row in rows if self._has_switched_frequencies(self.sequences[row])]
         for row in switching:
             self._rerun_body(row, errors)

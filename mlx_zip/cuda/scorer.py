@@ -52,8 +52,9 @@ class RowScorer:
     def score_in_parts(self, row: Compressed, causal: bool = True, top: int = 0) -> Iterator[Scored]:
         """Yields the predictions of a row's ids, from the second id on, some at a time.
 
-        Forbids ids if the model's decoding is canonical. causal: False opens the row's last entries at every position
-        ("legacy" in `mlx_zip.engine.mlx.scoring.score_rows`). top: number of likeliest ids per position.
+        If decoding is canonical, ids that the compressor would not write are excluded. causal: False lets every
+        position choose all entries of the whole row ("legacy" in `mlx_zip.engine.mlx.scoring.score_rows`). top: number
+        of likeliest ids per position.
         """
         row_entries, vocab_size, begin = self._find_row_entries(row), self._model.layout.vocab_size, 0
         most = max(1, LOGITS // (vocab_size + len(row_entries.rows)))

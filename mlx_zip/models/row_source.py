@@ -256,7 +256,7 @@ class RowSource:
     def resolve_packs(self, state: ZipState) -> list[Pack]:
         """Returns the distinct packs with tuned rows that the sequences of a request began with.
 
-        A state that was loaded from a file has only a pack's fingerprint, which is replaced by this source's `pack`.
+        A state that was loaded from a file has only its pack's fingerprint; this row source's `pack` stands for it.
         Raises `ModelError` if `pack` has another fingerprint.
         """
         state.tuned = [self._pack_with_fingerprint(mark) if isinstance(mark, str) else mark for mark in state.tuned]

@@ -187,7 +187,7 @@ def _split_documents(name: str, lines: Iterator[bytes], separator: str | None) -
 def source_kind(name: str) -> str:
     """Returns how a file, folder or data set is read: "text", "json", "folder" or "data set".
 
-    "folder": a folder with source-code files (`CODE`) and no files of a data set; each code or text file is a document.
+    "folder": a folder of source code (`CODE`) without records of a data set; each code or text file is a document.
     Raises `DataError` if a file is missing or `name` cannot be any of these.
     """
     plain = name.removesuffix(".gz")

@@ -125,7 +125,7 @@ def _check_windows_fit(model: Model, data: CompressedTexts, valid: CompressedTex
 
 
 def _initial_pack_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
-    """Returns the initial input rows and output rows, each float32 [P, D]. name: see `tune_pack`."""
+    """Returns the input rows and output rows before tuning, float32 [entries, D] each. name: see `tune_pack`."""
     if pack.rows is not None and pack.rows.model == name and pack.rows.sides_are_one == model.sides_are_one:
         return [mx.array(rows.astype(np.float32)) for rows in (pack.rows.input, pack.rows.output)]
     return encode_pack_rows(model, pack.entries, params)

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     known, held_out = split_at_half_of_bytes(read_corpus(args.data, args.separator).documents)
     opened = cut_openings(tokenizer, held_out, args)
     sizes = sorted(set(args.sizes))
-    packs = [pack for size in sizes for pack in packs_of_size(size, model, tokenizer, known, given, args.window)]
+    packs = [pack for size in sizes for pack in learn_packs_of_size(size, model, tokenizer, known, given, args.window)]
     check_packs(packs, model, tokenizer)
     read = documents_within_limit(held_out, args.limit_bytes)
     windows = cut_scored_windows(tokenizer, read, CONTEXT)
@@ -129,7 +129,7 @@ def documents_within_limit(documents: Sequence[Document], limit: int | None) -> 
     return documents if limit is None else documents[: max(1, sum(end <= limit for end in ends))]
 
 
-def packs_of_size(
+def learn_packs_of_size(
     size: int, model: Any, tokenizer: Any, known: Sequence[Document], given: Sequence[Named], window: int
 ) -> list[Named]:
     """Returns a pack of `size` entries learned from `known`, then each given pack cut to its first `size` entries.

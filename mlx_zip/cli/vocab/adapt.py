@@ -84,8 +84,8 @@ def _add_adapt_learn_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--tie",
         choices=("high", "low"),
-        help="with --method adapt: which of equally rare merges is swapped out first, the one of high or of low rank "
-        "(default: high)",
+        help="with --method adapt: which of equally rare merges is swapped out first, the one learned last (high) or "
+        "first (low) (default: high)",
     )
     add(
         "--counting",

@@ -46,7 +46,12 @@ _TABLE = "patch table, as written by `mlx_zip vocab hbpe learn`"
 def _add_hbpe_learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _add_tokenizer_flag(add)
-    add("--out", required=True, metavar="TABLE", help="file to write the patch table to (.npz)")
+    add(
+        "--out",
+        required=True,
+        metavar="TABLE",
+        help="file to write the table of patches (runs of tokens that a model reads as one unit) to (.npz)",
+    )
     _add_patch_flags(add)
     add_show_flag(add, "merges to list; --json lists all", 10)
     add_plot_flag(add, "the number of patches of each length")

@@ -143,7 +143,8 @@ def _add_multitok_train_flags(parser: argparse.ArgumentParser) -> None:
         "--fraction",
         type=float,
         metavar="P",
-        help="learn from the first P percent of the samples, and encode the others as single units (default: 100)",
+        help="learn phrases from the first P percent of the samples; the others are encoded without phrases "
+        "(default: 100)",
     )
     add(
         "--words-of",

@@ -45,7 +45,7 @@ class Choice:
             ids: Any = self.y.tolist()
             chosen = [Chosen(one) for one in ids]
         else:
-            chosen = [_unpack_row(row, top) for row, top in zip(np.array(self.packed), self.top, strict=True)]
+            chosen = [_unpack_chosen_id(row, top) for row, top in zip(np.array(self.packed), self.top, strict=True)]
         if self.logprobs is not None:
             for row, one in enumerate(chosen):
                 one.logprobs = self.logprobs[row]
@@ -56,7 +56,7 @@ class Choice:
         return chosen
 
 
-def _unpack_row(ints: np.ndarray, top: int | None) -> Chosen:
+def _unpack_chosen_id(ints: np.ndarray, top: int | None) -> Chosen:
     """Returns the chosen id in a row [2 + 2K] of `Choice.packed`. top: as in `Choice`."""
     if top is None:
         return Chosen(int(ints[0]))

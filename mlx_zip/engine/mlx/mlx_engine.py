@@ -251,11 +251,11 @@ def _measured_ceiling(model: Any) -> Ceiling:
     """Returns a model's `Ceiling` on this machine. The first call measures the bandwidth for up to a second."""
     if isinstance(model, WithoutHypertokens):
         model = model.model
-    read, found = weight_bytes_per_step(dict(named_arrays(model.parameters()))), _measured_bandwidth()
+    read, found = weight_bytes_per_step(dict(named_arrays(model.parameters()))), _kept_memory_bandwidth()
     return Ceiling(found / read, found, read)
 
 
-def _measured_bandwidth() -> float:
+def _kept_memory_bandwidth() -> float:
     """Returns the memory bandwidth in bytes per second. The first call measures it in a thread of its own."""
     device = str(mx.default_device())
     with _lock:

@@ -358,7 +358,7 @@ class Places:
         return len(self.keys)
 
     def add(self, keys: Sequence[EntryKey]) -> None:
-        """Gives these entries, which have no place yet, the next places."""
+        """Gives each of these entries, which have no place in the row table yet, the next free place."""
         for key in keys:
             self.keys.append(key)
             self.place_of[key] = len(self.keys) - 1

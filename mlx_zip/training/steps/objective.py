@@ -86,10 +86,10 @@ class Trainee(nn.Module):
         return batch
 
     def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
-        """Returns sums over the positions that count, float32 scalars: `nats`, `count`, and each loss with a weight.
+        """Returns float32 sums over the positions to predict: `nats`, `count`, and each auxiliary loss with a weight.
 
-        arrays: arrays of a `Batch`; one without a codebook is read as base ids, and has no added losses. long: use
-        LongRoPE's long factors.
+        arrays: arrays of a `Batch`; without a codebook its ids are base ids, and there are no auxiliary losses. long:
+        use LongRoPE's long factors.
         """
         if not isinstance(self.model, Model):
             return sum_plain_nats(self.model(arrays["inputs"]), arrays)

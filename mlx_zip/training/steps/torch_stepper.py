@@ -267,10 +267,10 @@ Arrays = Mapping[str, torch.Tensor]
 
 
 def compute_losses(model: TorchModel, weights: LossWeights, arrays: Arrays, longest: int) -> dict[str, torch.Tensor]:
-    """Returns sums over the positions that count, float32 scalars: `nats`, `count`, and each loss with a weight.
+    """Returns float32 sums over the positions to predict: `nats`, `count`, and each auxiliary loss with a weight.
 
-    arrays: arrays of a `Batch`; one without a codebook is read as base ids, and has no added losses. longest: `longest`
-    of that batch.
+    arrays: arrays of a `Batch`; without a codebook its ids are base ids, and there are no auxiliary losses. longest:
+    `longest` of that batch.
     """
     if model.zip is None or "entries" not in arrays:
         return _sum_joint_nats(model, model.hidden_states(arrays, longest, None), None, arrays)
