@@ -45,7 +45,8 @@ def open_model(
     canonical: bool | None = None,
     store_bytes: int = STORE_BYTES,
     kernels: bool | None = None,
-    **tokenizer_options: Any,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
 ) -> CudaModel:
     """Returns a converted zip2zip model or a plain model.
 
@@ -54,7 +55,7 @@ def open_model(
     requests that name none; None for the tuned pack in the folder, else the entries in config.json. A plain model takes
     only a pack whose rows were tuned for that model. codebook_size: number of slots; canonical: whether decoding is
     canonical; None for the values in config.json. store_bytes: maximum bytes of the encoded rows that all requests
-    share. kernels: see `TensorFolder`; None for True on a GPU and False on a CPU. tokenizer_options: see
+    share. kernels: see `TensorFolder`; None for True on a GPU and False on a CPU. trust_remote_code, chat_template: see
     `load_model_tokenizer`. Raises `ModelError`, `ConfigError`, `DataError` or `CodecError` if a file or the pack is
     invalid, the pack does not fit the model, or memory is too small.
     """
@@ -68,7 +69,7 @@ def open_model(
     config = folder.zip if hypertokens else None
     if config is not None and canonical is not None:
         config = replace(config, canonical=canonical)
-    model = CudaModel(folder, config, store_bytes, **tokenizer_options)
+    model = CudaModel(folder, config, store_bytes, trust_remote_code, chat_template)
     if hypertokens and start is not None:
         model.use_pack(start)
     elif config is not None:
@@ -108,12 +109,17 @@ class CudaModel:
     """
 
     def __init__(
-        self, folder: TensorFolder, config: ZipConfig | None, store_bytes: int = STORE_BYTES, **tokenizer_options: Any
+        self,
+        folder: TensorFolder,
+        config: ZipConfig | None,
+        store_bytes: int = STORE_BYTES,
+        trust_remote_code: bool = False,
+        chat_template: str | None = None,
     ) -> None:
         """Takes the tensors out of `folder`. Raises `ConfigError` if the hyper-encoder does not fit the model.
 
-        tokenizer_options: see `load_model_tokenizer`. Raises `ModelError`, naming file and tensor, if a tensor is
-        missing, unexpected or of a wrong shape.
+        trust_remote_code, chat_template: see `load_model_tokenizer`. Raises `ModelError`, naming file and tensor, if a
+        tensor is missing, unexpected or of a wrong shape.
         """
         decoder = folder.decoder
         self.folder, self.config = folder, config
@@ -126,7 +132,7 @@ class CudaModel:
         self._take_hyper_encoders(config)
         self._raise_if_tensors_left()
         self._eos_ids = read_eos_ids(folder.path, folder.config)
-        self._tokenizer_options = tokenizer_options
+        self._tokenizer_options = (trust_remote_code, chat_template)
         self.store = None if config is None else RowStore(self.sides, self.width, self.dtype, self.device, store_bytes)
         self.default_start = SequenceStart(self.params, None, None)
         self._starts_by_pack: dict[int, SequenceStart] = {}
@@ -287,6 +293,6 @@ class CudaModel:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The folder's tokenizer, with the config's ids that end a text. Raises `DataError`, `ConfigError`."""
-        found = load_model_tokenizer(self.folder.path, self._eos_ids, **self._tokenizer_options)
+        found = load_model_tokenizer(self.folder.path, self._eos_ids, *self._tokenizer_options)
         self.layout.check_tokenizer(len(found))
         return found

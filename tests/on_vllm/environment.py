@@ -17,6 +17,17 @@ REPLACED = ("torch==2.13.0", "setuptools")  # whatever vLLM asks for; we build w
 LEFT_OUT = ("torchaudio", "torchvision", "torchcodec")
 
 
+def _uv_settings() -> dict[str, str]:
+    """Returns where pip looks for packages, by its variables, as the settings of uv, which reads none of pip's."""
+    names = {
+        "UV_FIND_LINKS": "PIP_FIND_LINKS",
+        "UV_DEFAULT_INDEX": "PIP_INDEX_URL",
+        "UV_INDEX": "PIP_EXTRA_INDEX_URL",
+    }
+    found = {name: os.environ.get(pips, "").split() for name, pips in names.items()}
+    return {name: ("," if name == "UV_FIND_LINKS" else " ").join(places) for name, places in found.items() if places}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     venv.create(folder, with_pip=True)
@@ -28,7 +39,7 @@ def main() -> None:
     subprocess.run(
         [python, "-m", "uv", "pip", "install", "-q", "--python", python, *changes, *PACKAGES],
         check=True,
-        env={"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), **os.environ},  # uv reads no settings of pip
+        env={**_uv_settings(), **os.environ},
     )
 
 

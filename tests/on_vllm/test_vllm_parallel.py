@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,14 @@ WAYS = {"tensor parallel": {"tensor_parallel_size": 2}, "pipeline parallel": {"p
 
 
 @pytest.fixture(autouse=True)
-def core_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def core_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has vLLM start its core, and the core its workers, in processes of their own, as it does for its users."""
+    from vllm import envs
+
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    envs.disable_envs_cache()  # an engine that was opened in this process before may have filled it
+    yield
+    envs.disable_envs_cache()
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,7 @@ def test_ids_are_those_of_mlx(folder, way, on_mlx):
     assert [len(ids) > 3 for ids in on_mlx] == [True] * 3
     with open_on_vllm(folder, 4, WAYS[way]) as engine:
         assert ids_of_three(engine) == on_mlx
+        assert multiprocessing.active_children()
 
 
 class Killing(Watch):

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,13 +48,12 @@ class Served:
         return openai_client(self, timeout=60)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """`mlx_zip serve` on a free port, from its start by Python to the line that says where it is."""
-    flags = ["--port", "0", "--session-cache", str(tmp_path_factory.mktemp("sessions"))]
+@contextmanager
+def started(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`mlx_zip serve` on a free port, started as users start it: the process and its address."""
     settings = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*without_torch("mlx_zip"), "serve", *flags],
+        [*without_torch("mlx_zip"), "serve", "--port", "0", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -67,11 +67,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         timer.cancel()
         found = re.fullmatch(r"serving stories on (http://127\.0\.0\.1:\d+)/v1 \(Ctrl-C ends\)\n", line)
         assert found, line + (process.stderr.read() if process.stderr and process.poll() is not None else "")
-        yield Served(found[1])
+        yield process, found[1]
     finally:
         timer.cancel()
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with started("--session-cache", str(tmp_path_factory.mktemp("sessions"))) as (_, url):
+        yield Served(url)
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +175,8 @@ def test_a_signal_lets_an_answer_end_and_then_ends_the_server(tmp_path, number, 
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_answers_with_an_error_and_writes_no_traceback(tmp_path):
-    with forked_server(tmp_path, "--drain", "60") as (process, url):
+def test_a_second_interrupt_ends_answers_with_an_error_and_writes_no_traceback():
+    with started("--drain", "60") as (process, url):
         asked = {"messages": USER, "max_tokens": 1500, "temperature": 1.5, "n": 4}
         both = []
         for stream in (True, False):
@@ -181,7 +187,9 @@ def test_a_second_interrupt_ends_answers_with_an_error_and_writes_no_traceback(t
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         streamed, whole = [read_all(connection) for connection in both]
-        assert process.wait(30) == (130, "")
+        assert process.wait(30) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
     assert b'"code":"stopped"' in streamed
     assert whole.startswith(b"HTTP/1.1 503 ")
 

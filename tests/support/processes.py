@@ -27,6 +27,7 @@ CONTEXT.set_forkserver_preload(
 
 
 def _run(argv: Sequence[str], out: str, said: str, environment: Mapping[str, str]) -> None:
+    os.environ.clear()  # it is that of whoever started the first process
     os.environ.update(environment)
     for stream, path in ((1, out), (2, said)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
@@ -44,7 +45,7 @@ class Command:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads would not live through a fork
         self._said = said
         self._process = CONTEXT.Process(
-            target=_run, args=(list(argv), str(out or os.devnull), str(said), dict(environment or {}))
+            target=_run, args=(list(argv), str(out or os.devnull), str(said), {**os.environ, **(environment or {})})
         )
         self._process.start()
 

@@ -43,8 +43,7 @@ class Served:
     """A loaded model. `mlx_zip.engine.parts.Served` describes the members without a docstring.
 
     ahead: whether steps begin before the host has read their ids. width: see `ModelFacts`. never_excluded: ids that XTC
-    never excludes. kv_bytes_per_id: 0 until `make_facts`. draft_model: a model that proposes ids, or
-    None.
+    never excludes. kv_bytes_per_id: 0 until `make_facts`. draft_model: a model that proposes ids, or None.
     """
 
     kv_bytes_per_id = 0

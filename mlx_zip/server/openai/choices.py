@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from mlx_zip.engine import Counts
-from mlx_zip.server.answers.turn import Done, TokenLogprob, vendor_json
+from mlx_zip.server.answers.turn import Done, TokenLogprob, Waiting, vendor_json
 from mlx_zip.server.core import Core
 from mlx_zip.server.fields import (
     Body,
@@ -120,11 +120,12 @@ Answers = AsyncGenerator[tuple[int, Any], None]  # (index of a choice, delta), a
 
 
 async def gather_deltas(answers: Answers, count: int) -> list[list[Any]]:
-    """Returns the deltas of each of `count` whole answers. Raises what `answers` raises."""
+    """Returns the deltas of each of `count` whole answers, without `Waiting`. Raises what `answers` raises."""
     found: list[list[Any]] = [[] for _ in range(count)]
     async with aclosing(answers):
         async for index, delta in answers:
-            found[index].append(delta)
+            if not isinstance(delta, Waiting):
+                found[index].append(delta)
     return found
 
 

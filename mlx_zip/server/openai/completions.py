@@ -178,10 +178,14 @@ def _text_logprobs_json(tokens: Sequence[_TextToken], begin: int) -> dict[str, A
     }
 
 
-def _chunk_fields(asked: CompletionBody, lengths: list[int], index: int, part: Echo | Delta) -> dict[str, Any] | str:
+def _chunk_fields(
+    asked: CompletionBody, lengths: list[int], index: int, part: Echo | Delta
+) -> dict[str, Any] | str | None:
     """Returns what `completion_frames` sends for a part of an answer. lengths: characters of each choice so far."""
     if isinstance(part, Waiting):
         return f"reading the prompt {part.read}/{part.total}" if part.total else "waiting"
+    if not isinstance(part, Echo | Text | Done):
+        return None
     choice = _text_choice_json(asked, index, [part], lengths[index])
     lengths[index] += len(choice["text"])
     if not isinstance(part, Done):

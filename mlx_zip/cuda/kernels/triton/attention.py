@@ -34,7 +34,7 @@ def launch_rope_and_cache(
 ) -> torch.Tensor:
     """Returns rotated queries and fills the caches; arguments as in `attention.rope_and_cache`, which has checked them.
 
-    heads: number of query heads. The last six arguments are the fields of a `attention.Rotation`.
+    heads: number of query heads. The last six arguments are the fields of an `attention.Rotation`.
     """
     batch, length, _ = qkv.shape
     kv_heads, places, width = keys.shape[1:]
