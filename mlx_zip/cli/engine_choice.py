@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.device import set_device_from_environment
-from mlx_zip.errors import EngineError, GenerationError, MlxZipError, import_or_explain, missing_library_error
+from mlx_zip.errors import (
+    EngineError,
+    GenerationError,
+    MlxZipError,
+    ModelError,
+    import_or_explain,
+    missing_library_error,
+)
 from mlx_zip.models.decoder_options import why_not_on_torch
 from mlx_zip.models.model_folder import find_model_folder, read_model_config
 
@@ -91,9 +98,11 @@ def choose_engine(args: argparse.Namespace, *models: Any, group: Any = None) -> 
     """Replaces --engine auto in `args` by mlx or torch, and prints the reason if the choice may surprise the user.
 
     models: folders, hub ids or bundled models to run, downloaded if necessary; None is skipped. group: the machines of
-    this run, None for one. Raises `ModelError` if a model is unknown, `ConfigError` if MLX does not have the device
-    that MLX_ZIP_DEVICE names, and `GenerationError` if only torch is installed and refuses a flag.
+    this run, None for one. Raises `ModelError` if a model is unknown or a name is empty, `ConfigError` if MLX does not
+    have the device that MLX_ZIP_DEVICE names, and `GenerationError` if only torch is installed and refuses a flag.
     """
+    if "" in models:
+        raise ModelError("the name of the model is empty")
     if args.engine != AUTO:
         return
     args.engine, why = _pick_engine(args, [one for one in models if one is not None], group)
