@@ -200,8 +200,8 @@ def _run_pack_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
             raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
         texts = [tokenizer.decode(list(entry)) for entry in entries]
     else:
-        told = _told_by_entry(pack, "texts", lambda one: isinstance(one, str))
-        texts = told[: args.show] or [" ".join(map(str, entry)) for entry in entries]
+        stored = _read_values_by_entry(pack, "texts", lambda one: isinstance(one, str))
+        texts = stored[: args.show] or [" ".join(map(str, entry)) for entry in entries]
     if plot is not None:
         if not (uses := _entry_uses_in_pack(pack)):
             raise DataError(f"{args.file} does not say how often its entries were used, so there is nothing to draw")
@@ -210,15 +210,16 @@ def _run_pack_show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
     return _describe_pack(args.file, pack, texts)
 
 
-def _told_by_entry(pack: Any, name: str, may_be: Callable[[Any], bool]) -> list[Any]:
-    """Returns what a pack says of each entry under `name`, [] unless it says something that may be of each entry."""
-    told = pack.about.get(name)
-    return told if isinstance(told, list) and len(told) == len(pack.entries) and all(map(may_be, told)) else []
+def _read_values_by_entry(pack: Any, name: str, is_valid: Callable[[Any], bool]) -> list[Any]:
+    """Returns the list in the pack's record `name`, [] unless it has one valid value for each entry."""
+    values = pack.about.get(name)
+    valid = isinstance(values, list) and len(values) == len(pack.entries) and all(map(is_valid, values))
+    return values if valid else []
 
 
 def _entry_uses_in_pack(pack: Any) -> list[int]:
     """Returns how often each entry was used in the texts learned from, [] if the pack does not hold these counts."""
-    return _told_by_entry(pack, "uses", lambda n: type(n) is int and n >= 0)
+    return _read_values_by_entry(pack, "uses", lambda n: type(n) is int and n >= 0)
 
 
 # ---- merge
