@@ -1,5 +1,5 @@
-"""The one thing `pyproject.toml` cannot say: which C extension to build."""
+"""What `pyproject.toml` cannot say, or only with a warning: which C extension to build, and for which Pythons."""
 
 from setuptools import setup
 
-setup(cffi_modules=["native/build.py:ffi"])
+setup(cffi_modules=["native/build.py:ffi"], options={"bdist_wheel": {"py_limited_api": "cp311"}})
