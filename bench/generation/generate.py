@@ -344,7 +344,12 @@ class EngineComparison:
 
 
 def record_model_section(models: Models, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns a record's section `model`; with --shape it includes the settings of hyper-encoder and codebook."""
+    """Returns a record's section `model`.
+
+    With both --model and --base it includes the name of the base; with --shape, the settings of hyper-encoder and
+    codebook.
+    """
     found = {"name": models.name, "precision": models.precision, "weights": models.weights}
+    base = {"base": Path(args.base).name} if args.model and args.base else {}
     names = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
-    return {**found, **{name: getattr(args, name) for name in names}}
+    return {**found, **base, **{name: getattr(args, name) for name in names}}

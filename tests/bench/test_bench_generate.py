@@ -217,6 +217,7 @@ def test_a_chat_has_a_record_per_turn(capsys):
         (n, t) for n in ("mlx-lm", "mlx-zip") for t in (0, 1)
     ]
     assert found[1]["counts"]["kv_ids"] > found[0]["counts"]["kv_ids"]
+    assert {(r["model"]["name"], r["model"]["base"]) for r in found} == {("stories", "stories-base")}
 
 
 def test_conversations_have_requests_of_their_own():
