@@ -6,8 +6,11 @@ import gc
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import pytest
@@ -35,6 +38,20 @@ def pytest_collection_finish() -> None:
     """Lets the collector run from here on, without what was there before the first test: modules and test items."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Puts the temporary files of all processes of a run into one folder, and deletes it at the end.
+
+    Forked and killed processes delete nothing themselves.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the process that started this one has done it
+        return
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", gettempdir())  # pytest keeps the `tmp_path` folders of its last runs
+    get_temp_dir()  # multiprocessing deletes its own folder, but later
+    folder = TemporaryDirectory()
+    os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+    config.add_cleanup(folder.cleanup)
 
 
 SLOW_LEFT_OUT = pytest.StashKey[int]()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
@@ -124,13 +124,13 @@ class GgufFile:
         is not finite in `dtype`, and `InstallationError` if the library gguf is needed and missing.
         """
         parts = (_dequantize_rows(rows, tensor.kind) + shift for rows in self._iterate_rows(tensor, order))
-        made = [self._cast_to_finite(part, dtype, f"{tensor.name} has a value") for part in parts]
-        return mx.concatenate(made).reshape(tensor.shape)
+        made = (self._cast_to_finite(part, dtype, f"{tensor.name} has a value") for part in parts)
+        return _join_parts(made, tensor.shape[0]).reshape(tensor.shape)
 
     def packed_words(self, tensor: GgufTensor, order: np.ndarray | None) -> mx.array:
         """Returns the integers of a Q8_0, Q4_0 or Q4_1 matrix as MLX packs them: uint32 [rows, columns * bits / 32]."""
         parts = (_unpack_levels(rows, tensor.kind) for rows in self._iterate_rows(tensor, order))
-        return mx.concatenate([mx.array(part) for part in parts])
+        return _join_parts(map(mx.array, parts), tensor.shape[0])
 
     def packed_scales(
         self, tensor: GgufTensor, order: np.ndarray | None, dtype: mx.Dtype, biases: bool = False
@@ -140,8 +140,8 @@ class GgufFile:
         The values are exact in float16 and float32. Raises `ConversionError` if a value is not finite in `dtype`.
         """
         parts = (_read_scales(rows, tensor.kind)[biases] for rows in self._iterate_rows(tensor, order))
-        made = [self._cast_to_finite(mx.array(part), dtype, f"{tensor.name} has a scale") for part in parts]
-        return mx.concatenate(made)
+        made = (self._cast_to_finite(mx.array(part), dtype, f"{tensor.name} has a scale") for part in parts)
+        return _join_parts(made, tensor.shape[0])
 
     def _cast_to_finite(self, values: mx.array, dtype: mx.Dtype, what: str) -> mx.array:
         """Casts float32 values to `dtype`. Raises `ConversionError`, naming `what`, unless the results are finite."""
@@ -163,6 +163,18 @@ class GgufFile:
             first, last = int(rows.min()), int(rows.max()) + 1
             data = self.read_bytes(tensor.offset + first * row_bytes, (last - first) * row_bytes)
             yield data.reshape(last - first, row_bytes)[rows - first]
+
+
+def _join_parts(parts: Iterable[mx.array], count: int) -> mx.array:
+    """Returns the `count` rows of all parts. Holds one part at a time beside the result."""
+    joined: Any = None
+    begin = 0
+    for part in parts:
+        joined = mx.zeros((count, *part.shape[1:]), part.dtype) if joined is None else joined
+        joined[begin : begin + len(part)] = part
+        begin += len(part)
+        mx.eval(joined)
+    return joined
 
 
 def _unpack_levels(rows: np.ndarray, kind: TensorKind) -> np.ndarray:

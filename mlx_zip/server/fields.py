@@ -63,6 +63,7 @@ _FAULT_WORDS = {  # pydantic's name of an error -> what a client reads
     "model_attributes_type": "this must be an object",
     "dict_type": "this must be an object",
     "list_type": "this must be a list",
+    **dict.fromkeys(("too_short", "string_too_short"), "this must not be empty"),  # every minimum length is 1
 }
 
 
@@ -270,7 +271,8 @@ def _describe_fault(fault: Any) -> str:
     if fault["type"] == "literal_error":
         return f"this must be {context['expected']}, got {str(fault['input'])[:80]!r}"
     if fault["type"] == "too_long" and context.get("actual_length"):
-        return f"this has {context['actual_length']} items, and at most {context['max_length']} are allowed"
+        unit = "characters" if isinstance(fault["input"], str) else "items"
+        return f"this has {context['actual_length']} {unit}, and at most {context['max_length']} are allowed"
     message = str(fault["msg"]).removeprefix("Value error, ")
     return _FAULT_WORDS.get(fault["type"], message[:1].lower() + message[1:])
 

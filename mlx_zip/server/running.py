@@ -247,18 +247,24 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers invalid HTTP with an error as JSON, unless another answer has already begun."""
+        """Answers invalid HTTP with an error as JSON, unless another answer has already begun.
+
+        uvicorn calls it while it handles h11's error. The status is 431 if h11 suggests this, else 400.
+        """
+        status = 400
+        if getattr(sys.exception(), "error_status_hint", None) == 431:
+            status, msg = 431, "the request's line and headers are too large"
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json_bytes(RequestError(400, msg, "invalid_http").body(dialect_of(self._request_path())))
+            body = json_bytes(RequestError(status, msg, "invalid_http").body(dialect_of(self._request_path())))
             headers = [
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
                 ("connection", "close"),
             ]
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

@@ -281,6 +281,19 @@ def test_fields_that_are_wrong_change_nothing(chat, fields):
     assert chat.show(one)["title"] == "before"
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"title": 501 * "a"}, "title: this has 501 characters, and at most 500 are allowed"),
+        ({"packs": [""]}, "packs.0: this must not be empty"),
+        ({"packs": 101 * ["a"]}, "packs: this has 101 items, and at most 100 are allowed"),
+    ],
+)
+def test_a_field_that_is_too_long_or_empty_is_told_so_in_its_unit(chat, fields, said):
+    one = chat.create()["id"]
+    assert chat.call("PATCH", f"conversations/{one}", fields).json["error"]["message"] == said
+
+
 def test_a_conversation_is_deleted(chat):
     one, _ = asked(chat)
     assert chat.call("DELETE", f"conversations/{one}").json == {"deleted": 1}

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from mlx_zip.converters import source
+from mlx_zip.converters.gguf import gguf_file
 from mlx_zip.errors import ConversionError, MlxZipError
 from mlx_zip.models.loading import load
 from support import gguf_files as files
@@ -142,6 +143,18 @@ def test_other_packed_types_become_floats_of_sixteen_bits(tmp_path, kind):
             expected = by_library(stored[files.gguf_name("llama", name)])
             np.testing.assert_array_equal(np.array(array), model_rows(model, name, expected).astype(np.float16))
     assert "quantization" not in config_of(out)
+
+
+def test_a_tensor_that_is_read_in_parts_is_held_once(tmp_path, monkeypatch):
+    values = np.random.default_rng(0).random((100, 2048), np.float32)
+    (tmp_path / "model.gguf").write_bytes(files.encode({}, {"x": files.dense(values)}))
+    file = gguf_file.read_gguf(tmp_path / "model.gguf")
+    monkeypatch.setattr(gguf_file, "_CHUNK", 3 * 2048)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    found = file.dense_values(file.tensors["x"], mx.float32, np.arange(100)[::-1])
+    np.testing.assert_array_equal(found, values[::-1])
+    assert mx.get_peak_memory() - before < 1.5 * values.nbytes
 
 
 def mixed(path: Path) -> Tiny:

@@ -252,12 +252,21 @@ def test_a_head_that_does_not_arrive_is_given_up(served):
         assert read_all(connection) == b""
 
 
-@pytest.mark.parametrize("data", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"GET /" + b"a" * 70_000])
-def test_what_is_no_http_is_told_so_as_json(served, data):
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"hello\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00", 400),
+        (b"GET /" + b"a" * 70_000, 431),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nCookie: " + b"a" * 70_000, 431),
+    ],
+)
+def test_what_is_no_http_is_told_so_as_json(served, data, status):
     with served.raw(data) as connection:
         answer = read_all(connection)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "invalid_http"
+    error = json.loads(answer.split(b"\r\n\r\n")[1])["error"]
+    assert (answer.split()[1], error["code"]) == (str(status).encode(), "invalid_http")
+    assert ("too large" in error["message"]) == (status == 431)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +300,7 @@ def test_a_client_that_closes_its_sending_side_still_reads_a_quick_answer(served
 
 HEAD = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 3000000\r\n".encode()
 UNREAD = {  # requests that are refused before they are read
-    400: b"GET /" + b"a" * 70_000,
+    431: b"GET /" + b"a" * 70_000,
     403: HEAD.replace(b"localhost", b"elsewhere") + b"\r\n",
     404: HEAD.replace(PATH.encode(), b"/nowhere") + b"\r\n",
     413: HEAD + b"Expect: 100-continue\r\nContent-Type: application/json\r\n\r\n",

@@ -1,8 +1,8 @@
 """What `support.keeping` does with MLX, for the engine on PyTorch: rows of a batch in place of caches."""
 
-import tempfile
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from mlx_zip.engine.sessions.store import SessionOptions, SessionStore
 from support.torch_folders import save, save_weights
 
 MOST, CAPACITY = 16, 400
-_FOLDERS = tempfile.TemporaryDirectory()
 
 
 class Rolling(Batch):
@@ -31,7 +30,7 @@ class Rolling(Batch):
 
 def model(made, name, config=None, dtype="float32"):
     """A model of MLX, opened on PyTorch. name: of its folder. config: that of a plain model."""
-    folder = Path(_FOLDERS.name) / name
+    folder = Path(mkdtemp()) / name
     saved = save(made, folder) if config is None else save_weights(made, folder, config)
     return open_model(saved, "cpu", dtype)
 

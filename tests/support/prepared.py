@@ -47,7 +47,7 @@ def tokenizer_folder(kind: str = "byte level", bos: bool = True, template: str |
             single=f"{first} $A", special_tokens=[(first, BOS)]
         )
     tokenizer.chat_template = template
-    folder = Path(mkdtemp(prefix="mlx_zip-tests-"))
+    folder = Path(mkdtemp())
     tokenizer.save_pretrained(folder)
     return folder
 

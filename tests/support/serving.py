@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import tempfile
 import threading
 import time
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +27,6 @@ from support.generating import ENDLESS, plain_model
 WAIT_S = 60
 MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
 NEEDS_TORCH = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
-_FOLDERS = tempfile.TemporaryDirectory()
 both = pytest.mark.parametrize("kind", ["mlx", pytest.param("cuda", marks=NEEDS_TORCH)])  # engines
 
 
@@ -142,7 +141,7 @@ def _folder(family: str, changes: str) -> Path:
     """The folder of a tiny model, saved once. changes: as `repr` writes them."""
     from support.torch_folders import save, save_weights
 
-    folder = Path(_FOLDERS.name) / str(len(list(Path(_FOLDERS.name).iterdir())))
+    folder = Path(mkdtemp())
     if family != "plain":
         return save(tiny.tiny_model(family, **dict(ast.literal_eval(changes))), folder)
     config = {key: value for key, value in tiny.tiny_config().items() if key != "zip2zip"}

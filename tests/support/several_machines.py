@@ -209,8 +209,8 @@ class Only:
             raise ValueError("the constraint is broken")
 
 
-def losing(lost: int, busy: bool, home: Path, folder: Path) -> tuple[int, str, float]:
-    """Kills one of two machines that serve; returns the other's exit status, standard error and seconds to its end.
+def losing(lost: int, busy: bool, home: Path, folder: Path) -> tuple[int, str]:
+    """Kills one of two machines that serve; returns the other's exit status and standard error.
 
     busy: whether a request is under way then.
     """
@@ -227,15 +227,13 @@ def losing(lost: int, busy: bool, home: Path, folder: Path) -> tuple[int, str, f
     while not ready.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     processes[lost].kill()
-    began = time.monotonic()
     processes[1 - lost].join(LIMIT_S)
-    took = time.monotonic() - began
     for process in processes:
         process.kill()
         process.join()
     status = processes[1 - lost].exitcode
     assert status is not None
-    return status, (home / f"said-{1 - lost}").read_text(), took
+    return status, (home / f"said-{1 - lost}").read_text()
 
 
 def _serve_until(folder: Path, busy: bool, ready: str) -> int:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from functools import cache, partial
 from pathlib import Path
+from tempfile import mkdtemp
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -69,6 +67,4 @@ def naive() -> TokenizerWrapper:
 @cache
 def converted(name: str) -> Path:
     """The model folder of a golden checkpoint; each is converted once per process."""
-    home = Path(tempfile.mkdtemp(prefix="mlx_zip-tests-"))
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
-    return convert(str(GOLDEN_MODELS / name), str(home / name), progress=False)
+    return convert(str(GOLDEN_MODELS / name), str(Path(mkdtemp()) / name), progress=False)

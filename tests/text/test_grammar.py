@@ -1,14 +1,14 @@
-"""Grammars over base ids: masks, expansions, ends, tokenizers of every kind, and schemas that are refused quickly."""
+"""Grammars over base ids: masks, expansions, ends, tokenizers of every kind, and schemas that are refused."""
 
 import json
 import random
 import sys
-import time
 
 import numpy as np
 import pytest
 
 from mlx_zip.errors import GenerationError, InstallationError
+from mlx_zip.text import grammar
 from mlx_zip.text.grammar import GrammarConstraint, json_rule, literal_rule
 from mlx_zip.text.token_facts import bytes_by_id
 from mlx_zip.text.tokenizers import Tokenizer, load_tokenizer
@@ -164,12 +164,10 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_schema_is_refused_quickly_with_its_reason(name):
+def test_a_bad_schema_is_refused_with_its_reason(name):
     schema, reason = BAD[name]
-    begun = time.perf_counter()
     with pytest.raises(GenerationError, match=reason) as caught:
         constraint(schema)
-    assert time.perf_counter() - begun < 5
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -211,19 +209,22 @@ HARD = {
 }
 
 
+def follow(schema, steps=30):
+    """Follows a schema with ids chosen at random among the allowed ones."""
+    rng, follower = random.Random(0), constraint(field(schema))
+    follower.push(ids('{"a": '))
+    for _ in range(steps):
+        follower.push([int(rng.choice(np.flatnonzero(follower.mask())))])
+
+
+@pytest.mark.parametrize("limit", ["step_lexer_fuel", "max_lexer_states"])
 @pytest.mark.parametrize("name", HARD)
-def test_a_hard_schema_takes_bounded_time_per_step_or_is_refused(name):
-    rng = random.Random(0)
-    try:
-        follower = constraint(field(HARD[name]))
-        follower.push(ids('{"a": '))
-        for _ in range(30):
-            begun = time.perf_counter()
-            allowed = np.flatnonzero(follower.mask())
-            follower.push([int(rng.choice(allowed))])
-            assert time.perf_counter() - begun < 2
-    except GenerationError:
-        return
+def test_a_hard_schema_is_followed_unless_a_step_needs_more_work_than_the_limits_allow(name, limit, monkeypatch):
+    follow(HARD[name])
+    monkeypatch.setattr(grammar, "_compile_grammar", grammar._compile_grammar.__wrapped__)
+    monkeypatch.setitem(grammar._LIMITS, limit, 1)
+    with pytest.raises(GenerationError, match="too many"):
+        follow(HARD[name])
 
 
 def test_a_literal_is_exactly_its_text():
