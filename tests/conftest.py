@@ -49,7 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", gettempdir())  # pytest keeps the `tmp_path` folders of its last runs
     get_temp_dir()  # multiprocessing deletes its own folder, but later
+    compiled = Path(gettempdir()) / "mlx"  # where MLX keeps the kernels that it compiled on a CPU, for later runs too
+    compiled.mkdir(exist_ok=True)
     folder = TemporaryDirectory()
+    Path(folder.name, compiled.name).symlink_to(compiled)
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name
     config.add_cleanup(folder.cleanup)
 
