@@ -87,9 +87,19 @@ def test_the_old_folder_comes_back_when_the_new_one_cannot_be_renamed(end, tmp_p
 
 
 def test_a_folder_without_write_permission_is_refused_before_long_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(DataError, match="its folder cannot be written to"):
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)  # root may write anywhere
+    with pytest.raises(DataError, match="out: its folder cannot be written to: Permission denied"):
         check_writable(tmp_path / "out")
+
+
+def test_a_file_that_the_system_would_not_make_is_refused_before_long_work(tmp_path):
+    check_writable(tmp_path / ("a" * 100))
+    with pytest.raises(DataError, match="its folder cannot be written to: File name too long"):
+        check_writable(tmp_path / ("a" * 250))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_must_be_new_is_not_replaced(tmp_path):
