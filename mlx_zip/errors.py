@@ -115,14 +115,15 @@ def first_message_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or the name of the error's class if the message is empty.
 
     If the first line ends in a colon, all lines are joined. For a `JSONDecodeError`, the name of the field with the
-    invalid value is added if it is found. For a `KeyError`, says which key is missing.
+    invalid value is added if it is found. For a `KeyError`, says which key is missing. Python's advice to programmers
+    about integers of thousands of digits is left out.
     """
     if isinstance(error, KeyError):
         return f"key {error} is missing"
     if isinstance(error, JSONDecodeError):
         field = re.search(r'"[^"]*"(?=\s*:\s*$)', error.doc[max(0, error.pos - 100) : error.pos])
         return f"{error}, the value of {field[0]}" if field else str(error)
-    lines = str(error).strip().splitlines()
+    lines = str(error).partition("; use sys.set_int_max_str_digits()")[0].strip().splitlines()
     if lines and lines[0].rstrip().endswith(":"):
         return " ".join(str(error).split())
     return lines[0].strip() if lines else type(error).__name__

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, MlxZipError, failure_reason
+from mlx_zip.errors import DataError, MlxZipError, errors_as, failure_reason
 
 _INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # a list of integers in indented JSON
 _NO_FULL_SYNC = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)  # file systems without F_FULLFSYNC
@@ -247,7 +247,7 @@ def _flush_disk_cache(handle: int) -> bool:
 
 
 def check_writable(path: Path, what: str = "", suffix: str = "") -> None:
-    """Raises `DataError` if no file can be written at `path`; writes nothing, so it can be called before long work.
+    """Raises `DataError` if no file can be written at `path`, before long work. Leaves no file.
 
     what: the kind of file, for the message. suffix: the suffix that `path` must have, "" for any.
     """
@@ -255,10 +255,12 @@ def check_writable(path: Path, what: str = "", suffix: str = "") -> None:
         raise DataError(f"{path}: {what} is a {suffix} file")
     if not path.absolute().parent.is_dir():
         raise DataError(f"{path}: no such folder")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise DataError(f"{path}: its folder cannot be written to")
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: is a folder or device, not a file")
+    partial = _temporary_path(Path(os.path.realpath(path)))  # as `atomic_file` will make it
+    with errors_as(DataError, f"{path}: its folder cannot be written to", OSError):
+        partial.touch()
+        partial.unlink()
 
 
 def check_regular_file(path: Path) -> None:

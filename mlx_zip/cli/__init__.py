@@ -1,7 +1,8 @@
 """The `mlx_zip` command: parses the command line and runs one of `COMMANDS`, whose module is imported only then.
 
 Exit status: 0 done, 1 a check failed or the engine stopped, 2 wrong flags or input (one line on stderr), 129 terminal
-closed, 130 Ctrl-C, 143 SIGTERM.
+closed, 130 Ctrl-C, 143 SIGTERM. Almost everything is imported inside functions, so that `run_and_print_errors` ends
+Ctrl-C during an import without a traceback.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import mlx_zip
-from mlx_zip.arguments import Parser
-from mlx_zip.cli.actions import escape_unprintable
-from mlx_zip.device import set_device_from_environment
 from mlx_zip.errors import MlxZipError, explain_missing_mlx, failure_reason
-from mlx_zip.files import exit_on_signals
+
+if TYPE_CHECKING:
+    from mlx_zip.arguments import Parser
 
 # Command name -> (module, purpose). The module has add_arguments(parser) and run(args) -> int | None; that of bench has
 # main(argv) -> int | None.
@@ -62,11 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_and_print_errors(lambda: _run_bench(argv[1:]))
     if argv and argv[0] in COMMANDS:
         return _run_command(argv[0], f"mlx_zip {argv[0]}", argv[1:])
-    if not argv:
-        top_parser().print_help()
-        return 0
-    top_parser().parse_args(argv)
-    return 2
+    return run_and_print_errors(lambda: _run_without_command(argv))
 
 
 def generate(argv: Sequence[str] | None = None) -> int:
@@ -81,6 +78,8 @@ def convert(argv: Sequence[str] | None = None) -> int:
 
 def top_parser() -> Parser:
     """Returns the parser of `mlx_zip` itself, which has the commands' names but not their flags."""
+    from mlx_zip.arguments import Parser
+
     parser = Parser(prog="mlx_zip", description="Language models whose vocabulary grows while they run, on MLX.")
     parser.add_argument("--version", action="version", version=f"mlx_zip {mlx_zip.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help="mlx_zip COMMAND --help shows its flags")
@@ -91,6 +90,8 @@ def top_parser() -> Parser:
 
 def command_parser(name: str, prog: str) -> Parser:
     """Returns the parser of the command `name`, with all its flags. prog: program name in help and errors."""
+    from mlx_zip.arguments import Parser
+
     module, purpose = COMMANDS[name]
     parser = Parser(prog=prog, description=purpose[0].upper() + purpose[1:] + ".")
     import_module(module).add_arguments(parser)
@@ -101,7 +102,8 @@ def _run_command(name: str, prog: str, argv: Sequence[str] | None) -> int:
     """Runs a command. First chooses MLX's device if --engine is mlx or the command has no --engine."""
 
     def run() -> int | None:
-        from mlx_zip.cli.engine_choice import MLX  # imports NumPy, which Ctrl-C may interrupt only in this function
+        from mlx_zip.cli.engine_choice import MLX
+        from mlx_zip.device import set_device_from_environment
 
         args = command_parser(name, prog).parse_args(argv)
         if getattr(args, "engine", MLX) == MLX:
@@ -111,7 +113,18 @@ def _run_command(name: str, prog: str, argv: Sequence[str] | None) -> int:
     return run_and_print_errors(run)
 
 
+def _run_without_command(argv: Sequence[str]) -> int:
+    """Prints the help if there are no arguments; else parses flags such as --version, or reports an unknown command."""
+    if not argv:
+        top_parser().print_help()
+        return 0
+    top_parser().parse_args(argv)
+    return 2
+
+
 def _run_bench(argv: Sequence[str]) -> int | None:
+    from mlx_zip.device import set_device_from_environment
+
     set_device_from_environment()
     return import_module(COMMANDS["bench"][0]).main(argv)
 
@@ -122,6 +135,8 @@ def run_and_print_errors(command: Callable[[], int | None]) -> int:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
     silence_library_warnings()
     try:
+        from mlx_zip.files import exit_on_signals
+
         with exit_on_signals(), explain_missing_mlx():
             return command() or 0
     except MlxZipError as error:
@@ -154,6 +169,8 @@ def silence_library_warnings() -> None:
 
 def _print_error(error: Exception) -> int:
     """Prints an error as one line of at most 1000 characters; control characters are escaped. Returns 2."""
+    from mlx_zip.cli.actions import escape_unprintable
+
     named = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
     line = " ".join((named + failure_reason(error) if isinstance(error, OSError) else str(error)).split())
     print(f"error: {escape_unprintable(line[:1000])}", file=sys.stderr)

@@ -177,7 +177,7 @@ def read_standard_input() -> str:
 def checked_output_path(
     flag: str, name: str | Path, what: str = "", suffix: str = "", read: Iterable[str | Path | None] = ()
 ) -> Path:
-    """Returns the path of a file that the command will write, after checks; writes nothing.
+    """Returns the path of a file that the command will write, after checks; leaves no file.
 
     flag: flag that gives `name`, for error messages. what: kind of file. suffix: suffix that the file must have, "" for
     any. read: other files that the command reads or writes. Raises `DataError` if the file cannot be written, has

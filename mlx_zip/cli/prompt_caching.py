@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = {"trust_remote_code": args.trust_remote_code}
     if args.eos_token is not None:
+        _check_eos_token(args, name)
         config["eos_token"] = args.eos_token
     with row_cache.open_row_cache(args) as store:
         model, tokenizer = load(
@@ -89,6 +90,16 @@ def run(args: argparse.Namespace) -> int:
         sessions.save(info.name, file)
     print(f"Prompt: {info.base_tokens} base tokens in {info.ids} ids; the file has {file.stat().st_size} bytes")
     return 0
+
+
+def _check_eos_token(args: argparse.Namespace, name: str) -> None:
+    """Raises `GenerationError` if --eos-token is not a token: transformers would add it to the vocabulary."""
+    from mlx_zip.models.model_folder import find_model_folder
+    from mlx_zip.text.tokenizers import load_tokenizer, single_token_id
+
+    tokenizer = load_tokenizer(find_model_folder(name, args.revision), args.trust_remote_code)
+    if single_token_id(tokenizer, args.eos_token) is None:
+        raise GenerationError(f"--eos-token {args.eos_token!r} is not a token of this tokenizer")
 
 
 class _ProgressLine:

@@ -151,7 +151,7 @@ def _raise_unless_adapter(path: str | None, model: str | Path) -> None:
         if not is_peft:
             raise ModelError(f"{path} (--adapter-path) is no folder with an {ADAPTER_CONFIG}") from error
     except (ValueError, TypeError) as error:
-        raise ModelError(f"{folder / ADAPTER_CONFIG} is not valid JSON: {error}") from error
+        raise ModelError(f"{folder / ADAPTER_CONFIG} is not valid JSON: {first_message_line(error)}") from error
     if is_peft or (folder / UPSTREAM_CONFIG_NAME).is_file():
         raise ModelError(
             f"{path} (--adapter-path) is an adapter as mlx_zip train and PEFT save it; merge it into its base first: "

@@ -342,7 +342,9 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
 
 def _read_patch_config(path: Path) -> dict[str, Any]:
     """Returns a patch model's config.json, its keys and types checked. Raises `ConfigError`."""
-    config = read_json_object(path, raises=ConfigError)
+    inner = path.parent / "model"  # `mlx_zip vocab hbpe fit RUN` writes the model to RUN/model
+    hint = f"; the model's folder may be {inner}" if inner.is_dir() else ""
+    config = read_json_object(path, hint, raises=ConfigError)
     if (kind := config.get("model_type")) != MODEL_TYPE:
         raise ConfigError(f"{path} is not the config of a patch model: its model_type is {kind!r}, not {MODEL_TYPE!r}")
     if (version := config.get("version")) != FORMAT_VERSION or isinstance(version, bool):

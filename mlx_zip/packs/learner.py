@@ -74,11 +74,11 @@ def learn_pack(
     together. head_cost: cost that each entry adds to a step, as a fraction of the step (`mlx_zip.models.loading`);
     entries that cost more than they save are left out. progress is called with (stage, number of entries, ids of the
     compressed corpus or -1 if not counted). The pack is smaller than `size` if not enough runs recur. Raises
-    `DataError` if the corpus is empty, the size exceeds the codebook, the window is below 1 or the cost is negative;
+    `DataError` if the corpus is empty, the size exceeds the codebook, the window is below 2 or the cost is negative;
     `CodecError` if an id is not a base id.
     """
-    if window < 1:
-        raise DataError(f"a window must have at least 1 base id, got {window}")
+    if window < 2:
+        raise DataError(f"a window (--window) must have at least 2 base ids, as an entry has, got {window}")
     if not 1 <= size <= params.codebook_size:
         raise DataError(f"a pack of {size} entries does not fit a codebook of {params.codebook_size}")
     if not 0 <= head_cost < float("inf"):

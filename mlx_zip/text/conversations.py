@@ -8,7 +8,7 @@ from json import loads
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.text.documents import Document
 from mlx_zip.text.prompts import Messages, encode_prompt
 from mlx_zip.text.sources import Source, SourceReader, source_kind
@@ -35,7 +35,7 @@ def _parse_prompt_line(where: str, line: bytes) -> Prompt:
     try:
         record = loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from error
+        raise DataError(f"{where}: not valid JSON: {failure_reason(error)}") from error
     content = record.get("messages", record.get("prompt")) if isinstance(record, Mapping) else None
     if not content or not (isinstance(content, str) or _are_text_messages(content)):
         raise DataError(f"{where}: neither text under prompt nor chat messages under messages")

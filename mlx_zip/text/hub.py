@@ -109,6 +109,18 @@ def _check_regular_files(folder: Path) -> None:
                 check_regular_file(Path(root, one))
 
 
+def _find_file_not_utf8(folder: Path) -> Path | None:
+    """Returns the first .txt file in a folder that is not UTF-8, None if there is none; the library names no file."""
+    for file in sorted(folder.rglob("[!.]*.txt")):
+        try:
+            with open(file, encoding="utf-8") as lines:
+                for _ in lines:
+                    pass
+        except UnicodeDecodeError:
+            return file
+    return None
+
+
 @contextmanager
 def _explain_dataset_errors(name: str, library: ModuleType) -> Iterator[None]:
     """Context manager: turns the library's errors (not found, bad files, lost connection) into a `DataError`."""
@@ -116,5 +128,8 @@ def _explain_dataset_errors(name: str, library: ModuleType) -> Iterator[None]:
         yield
     except DataError:
         raise
+    except UnicodeDecodeError as error:
+        place = _find_file_not_utf8(Path(name)) or name
+        raise DataError(f"{place} cannot be read: {' '.join(str(error).split())[:300]}") from error
     except (library.exceptions.DatasetsError, *hub_error_types(), *_FAILURES) as error:
         raise DataError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error

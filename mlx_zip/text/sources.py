@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.files import check_regular_file
 from mlx_zip.text import hub
 
@@ -267,7 +267,7 @@ def parse_item(item: Item, columns: Mapping[str, str] | None = None) -> Record |
     except UnicodeDecodeError as error:
         return Skipped(item.where, f"not valid UTF-8 at byte {error.start}")
     except (ValueError, RecursionError) as error:
-        return Skipped(item.where, f"not valid JSON: {error}")
+        return Skipped(item.where, f"not valid JSON: {failure_reason(error)}")
     if not isinstance(fields, Mapping):
         return Skipped(item.where, f"not a JSON object but {type(fields).__name__}")
     return _record_from_fields(item, {key: fields.get((columns or {}).get(key, key)) for key in KEYS}, columns or {})

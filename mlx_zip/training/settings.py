@@ -194,6 +194,10 @@ class TrainSettings:
                 raise TrainingError(f"{name} is for one optimizer; muon has rates of its own")
         if self.pack_learning_rate and not self.pack_rows:
             raise TrainingError("pack_learning_rate is for pack_rows, which is off")
+        if self.min_learning_rate > self.learning_rate:
+            raise TrainingError(
+                f"min_learning_rate {self.min_learning_rate} must be at most learning_rate {self.learning_rate}"
+            )
         if self.warmup >= self.iters and self.warmup:
             raise TrainingError(f"warmup {self.warmup} must be shorter than the run's {self.iters} iters")
 

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -243,3 +244,12 @@ def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch, capsys)
 
     monkeypatch.setattr(cli, "command_parser", interrupted)
     assert (cli.main(["train"]), capsys.readouterr().err) == (130, "")
+
+
+@pytest.mark.parametrize("module", ["argparse", "mlx_zip.files", "mlx_zip.device"])
+def test_ctrl_c_while_the_command_line_itself_is_imported_is_no_traceback(module):
+    code = "import sys\nclass Interrupting:\n"
+    code += f"    def find_spec(self, name, *_):\n        if name == {module!r}:\n            raise KeyboardInterrupt\n"
+    code += "sys.meta_path.insert(0, Interrupting())\nfrom mlx_zip.cli import main\nsys.exit(main(['agent', 'list']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")

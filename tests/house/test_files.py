@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mlx_zip.errors import DataError
+from mlx_zip.arguments import parse_json_map
+from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.files import atomic_file, atomic_folder, check_writable, read_json_object, write_json
 from mlx_zip.models.model_folder import read_model_config
+from mlx_zip.text.sources import Item, parse_item
 
 
 def write(folder: Path, text: str) -> None:
@@ -87,9 +89,28 @@ def test_the_old_folder_comes_back_when_the_new_one_cannot_be_renamed(end, tmp_p
 
 
 def test_a_folder_without_write_permission_is_refused_before_long_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(DataError, match="its folder cannot be written to"):
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)  # root may write anywhere
+    with pytest.raises(DataError, match="out: its folder cannot be written to: Permission denied"):
         check_writable(tmp_path / "out")
+
+
+def test_a_file_that_the_system_would_not_make_is_refused_before_long_work(tmp_path):
+    check_writable(tmp_path / ("a" * 100))
+    with pytest.raises(DataError, match="its folder cannot be written to: File name too long"):
+        check_writable(tmp_path / ("a" * 250))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_integer_of_thousands_of_digits_is_an_error_without_advice_for_programmers(tmp_path):
+    (tmp_path / "a.json").write_text(f'{{"a": {"9" * 5000}}}')
+    with pytest.raises(DataError, match=r"a\.json cannot be read: .* value has 5000 digits$"):
+        read_json_object(tmp_path / "a.json")
+    with pytest.raises(GenerationError, match=r"--x is not valid JSON: .* value has 5000 digits$"):
+        parse_json_map("--x", f'{{"a": {"9" * 5000}}}')
+    assert parse_item(Item("f:1", "json", b"9" * 5000)).reason.endswith(" value has 5000 digits")
 
 
 def test_a_folder_that_must_be_new_is_not_replaced(tmp_path):

@@ -211,6 +211,14 @@ def test_a_damaged_or_foreign_folder_is_one_line(folder, capsys, damage, message
     assert (out, err.count("\n")) == ("", 1)
 
 
+def test_the_folder_of_a_run_names_the_folder_of_its_model(run, capsys):
+    assert cli.main(["vocab", "hbpe", "generate", str(run)]) == 2
+    told = capsys.readouterr().err
+    assert told.endswith(
+        f"config.json cannot be read: No such file or directory; the model's folder may be {run}/model\n"
+    )
+
+
 # ---- text, measured and generated
 
 

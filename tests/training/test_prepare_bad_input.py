@@ -96,6 +96,15 @@ def test_a_saved_data_set_without_its_parts_is_named_and_leaves_no_folder(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_text_in_a_folder_that_is_not_utf8_is_named(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.txt").write_text("café\n", encoding="utf-8")
+    (tmp_path / "set" / "b.txt").write_bytes(b"caf\xe9 one\n")
+    with pytest.raises(DataError, match=r"set/b\.txt cannot be read: 'utf-8' codec"):
+        prepared(tmp_path / "out", str(tmp_path / "set"))
+
+
 def test_an_error_of_the_data_keeps_the_shards_that_are_finished(begun, data, monkeypatch):
     before = tree(begun)
 

@@ -1,13 +1,17 @@
 """`prepare`: the folder is the same however the work was done."""
 
 import errno
+import multiprocessing
+import signal
 
 import numpy as np
 import pytest
 
 from mlx_zip.errors import DataError
 from mlx_zip.packs.entries import write_entries
+from mlx_zip.text.sources import Source
 from mlx_zip.training.prepare import preparation
+from mlx_zip.training.prepare.plan import PrepareOptions, make_preparation_plan
 from mlx_zip.training.prepare.shards import PreparedShards
 from support.prepared import (
     PACK,
@@ -16,6 +20,7 @@ from support.prepared import (
     prepared,
     stories,
     texts,
+    tokenizer_folder,
     tree,
 )
 
@@ -26,6 +31,22 @@ def test_the_folder_does_not_depend_on_the_number_of_workers(tmp_path, data):
     prepared(tmp_path / "two", data, shard_samples=4, workers=2)
     assert len(one.index["shards"]) > 3
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
+def test_a_signal_ends_the_workers_in_the_middle_of_their_work(tmp_path, data):
+    options = PrepareOptions((Source((data,)),), tmp_path, tokenizer=str(tokenizer_folder()), codebook_size=64)
+    started = []
+
+    def work_until_a_signal():
+        with preparation._start_shard_workers(*make_preparation_plan(options), 2) as make:
+            make([preparation.Chunk(0, 0, ())])
+            started.extend(multiprocessing.active_children())
+            raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        work_until_a_signal()
+    assert started
+    assert {worker.exitcode for worker in started} == {-signal.SIGTERM}
 
 
 @pytest.mark.parametrize("stage", ["make_shard", "write_json"])

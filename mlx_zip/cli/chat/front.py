@@ -17,6 +17,8 @@ from mlx_zip.cli.chat.screen import replace_control_characters
 from mlx_zip.engine import EngineInfo
 from mlx_zip.errors import GenerationError
 
+PROMPT = "> "
+
 
 @contextmanager
 def call_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
@@ -77,7 +79,12 @@ class Front:
         """Shows which model answers; called once, before the first message. This front prints only answers."""
 
     def read_message(self) -> str | None:
-        """Returns the next message, None at the end of the chat. Raises `GenerationError` for a line not in UTF-8."""
+        """Returns the next message, None at the end of the chat. Raises `GenerationError` for a line not in UTF-8.
+
+        A person at a terminal, for example with TERM=dumb, sees a prompt.
+        """
+        if sys.stdin.isatty():
+            print(PROMPT, end="", file=sys.stderr, flush=True)
         n, line = next(self._lines, (0, b""))
         if not n:
             return None

@@ -24,14 +24,13 @@ from prompt_toolkit.keys import Keys
 from mlx_zip.cli import colours
 from mlx_zip.cli.chat.commands import ALIASES, COMMANDS
 from mlx_zip.cli.chat.conversation import Conversation
-from mlx_zip.cli.chat.front import Front, PlainView, call_on_interrupt
+from mlx_zip.cli.chat.front import PROMPT, Front, PlainView, call_on_interrupt
 from mlx_zip.cli.chat.markdown import MarkdownStream
 from mlx_zip.cli.chat.screen import Screen, repair_surrogates, replace_control_characters, style_text
 from mlx_zip.engine import EngineInfo
 from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.files import atomic_file, check_regular_file
 
-_PROMPT = "> "
 _MOST_SHOWN = 2000  # characters; a longer paste is shown as a placeholder with its size
 _PATIENCE_S = 1.0  # time after which the progress of a prefill is shown
 _FAINT, _BOLD = "2", "1"
@@ -111,7 +110,7 @@ class TerminalFront(Front):
             key_bindings=self._make_key_bindings(),
             completer=_CommandCompleter(),
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
-            prompt_continuation=" " * len(_PROMPT),
+            prompt_continuation=" " * len(PROMPT),
             placeholder=FormattedText([("fg:ansibrightblack", "a message, or /help")]),
             enable_suspend=True,
         )
@@ -138,7 +137,7 @@ class TerminalFront(Front):
         warned = self._answered = False
         while True:
             try:
-                text = repair_surrogates(self._session.prompt(_PROMPT))
+                text = repair_surrogates(self._session.prompt(PROMPT))
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -172,13 +171,13 @@ class TerminalFront(Front):
         )
         for message in conversation.messages[-2:]:
             if message["role"] == "user":
-                print(style_text(_PROMPT, _BOLD) + replace_control_characters(message["content"]), flush=True)
+                print(style_text(PROMPT, _BOLD) + replace_control_characters(message["content"]), flush=True)
                 continue
             render = self._make_renderer()
             render.feed(message["content"], 1)
             render.finish()
         if conversation.asked is not None and not conversation.answered:
-            print(style_text(_PROMPT, _BOLD) + replace_control_characters(conversation.asked), flush=True)
+            print(style_text(PROMPT, _BOLD) + replace_control_characters(conversation.asked), flush=True)
             self.show_note("nothing has answered the last message; /retry asks it")
 
     def show_line(self, line: str) -> None:

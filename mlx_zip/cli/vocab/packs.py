@@ -70,7 +70,8 @@ def _run_pack_learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
     args.window = WINDOW if args.window is None else args.window
-    check_flags_at_least(args, 1, "size", "window", "most_ids")
+    check_flags_at_least(args, 1, "size", "most_ids")
+    check_flags_at_least(args, 2, "window")
     args.out = checked_output_path("--out", args.out, "a pack", SUFFIX)
     plot = checked_plot_path(args.plot, [args.out])
     options = make_prepare_options(args, train_on="all", empty_start=True)

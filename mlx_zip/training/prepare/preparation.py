@@ -307,6 +307,10 @@ def _start_shard_workers(plan: PreparationPlan, tokenizer: Any, workers: int) ->
     pool = ProcessPoolExecutor(workers, context, start_worker, (plan,))
     try:
         yield lambda chunks: pool.map(make_shard_in_worker, chunks)
+    except (KeyboardInterrupt, SystemExit):  # a signal: do not wait for the shards that are being made
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
