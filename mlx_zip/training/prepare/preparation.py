@@ -304,11 +304,12 @@ def _start_shard_workers(plan: PreparationPlan, tokenizer: Any, workers: int) ->
         yield lambda chunks: map(maker.make_shard, chunks)
         return
     context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, context, start_worker, (plan,))
     try:
         yield lambda chunks: pool.map(make_shard_in_worker, chunks)
     except (KeyboardInterrupt, SystemExit):  # a signal: do not wait for the shards that are being made
-        for worker in multiprocessing.active_children():
+        for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
         raise
     finally:
