@@ -346,10 +346,10 @@ class EngineComparison:
 def record_model_section(models: Models, args: argparse.Namespace) -> dict[str, Any]:
     """Returns a record's section `model`.
 
-    With both --model and --base it includes the name of the base; with --shape, the settings of hyper-encoder and
-    codebook.
+    It includes the name of a plain model that is not the decoder of the model with hypertokens; with --shape, the
+    settings of hyper-encoder and codebook.
     """
     found = {"name": models.name, "precision": models.precision, "weights": models.weights}
-    base = {"base": Path(args.base).name} if args.model and args.base else {}
+    base = {"base": models.folder.name} if models.zip_folder and models.folder else {}
     names = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
     return {**found, **base, **{name: getattr(args, name) for name in names}}
