@@ -47,9 +47,9 @@ class Submission:
     top_logprobs: number of most likely ids to report per step; with 0 only the chosen id's log-probability is reported,
     with None no log-probabilities. constraint: restricts the answer. pack: pack whose entries a new codebook begins
     with, a path or a `Pack`; None for the model's own. keep: whether the engine keeps the request's cache as a session,
-    for later requests that begin with the same base ids. show: whether the engine sets `Emitted.origin` and sends
-    `Counted` events. prediction: base ids that the answer will probably begin with. The engine proposes them as drafts
-    if `RunOptions.draft` is "lookup" or "auto". A prediction never changes the answer.
+    for later requests that begin with the same base ids. show: whether the engine sets `Emitted.learned` and
+    `Emitted.origin`, and sends `Counted` events. prediction: base ids that the answer will probably begin with. The
+    engine proposes them as drafts if `RunOptions.draft` is "lookup" or "auto". A prediction never changes the answer.
     """
 
     base_ids: Sequence[int]
@@ -141,10 +141,10 @@ class Emitted:
     """One emitted id. base_ids: expansion of the id, cut after an eos id or at the limit.
 
     logprob: natural log-probability of the id, None if `Submission.top_logprobs` is None. likely: the most likely ids
-    of the step, most likely first. learned: base ids of each codebook entry installed since the previous `Emitted`.
-    origin: where a hypertoken's entry was learned; None for a base id, or without `Submission.show`. last: whether the
-    answer ends with this id, at an eos id or a limit. from_draft: whether a draft proposed the id; such an id takes no
-    pass of its own.
+    of the step, most likely first. learned: base ids of each codebook entry installed since the previous `Emitted`; ()
+    without `Submission.show`. origin: where a hypertoken's entry was learned; None for a base id, or without
+    `Submission.show`. last: whether the answer ends with this id, at an eos id or a limit. from_draft: whether a draft
+    proposed the id; such an id takes no pass of its own.
     """
 
     id: int

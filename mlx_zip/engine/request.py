@@ -113,7 +113,7 @@ class Request(Ticket):
         self._row = 0
         self._emitted: Emitted | None = None
         self.drafter: Drafter | None = None  # None if nothing is to be proposed
-        self._entries: _NewEntries | Origins | None = None  # made with the first id, None for a plain model
+        self._origins: Origins | None = None  # made with the first id; None for a plain model, or without `show`
         self._counted_s = 0.0
         self._deaf = self._started = self.outgrown = self.ended = False
         self.whole = True
@@ -246,16 +246,15 @@ class Request(Ticket):
         self.base_tokens += len(base_ids)
         if self.drafter is not None:
             self.drafter.append(base_ids)
-        if self._entries is None and self.book is not None:
-            self._entries = make_entry_tracker(self.book, self.submission.show)
         self.logprobs = chosen.logprobs
+        origin = None
+        if self.submission.show and self.book is not None:
+            self._origins = self._origins or Origins(self.book)
+            origin = self._origins.origin_of_next_id(self.book, chosen.id, len(expansion))
+        last = self.reason is not None
         self._emitted = Emitted(
-            chosen.id, base_ids, chosen.logprob, likely, last=self.reason is not None, from_draft=chosen.from_draft
+            chosen.id, base_ids, chosen.logprob, likely, origin=origin, last=last, from_draft=chosen.from_draft
         )
-        if self.book is not None and self.submission.show and isinstance(self._entries, Origins):
-            self._emitted = replace(
-                self._emitted, origin=self._entries.origin_of_next_id(self.book, chosen.id, len(expansion))
-            )
 
     def max_proposed_ids(self, last: int, most: int) -> int:
         """Returns how many ids, at most `most`, may be proposed after `last`, the id chosen last.
@@ -302,7 +301,7 @@ class Request(Ticket):
         emitted, self._emitted = self._emitted, None
         if emitted is None:
             return
-        learned = () if self._entries is None else self._entries.installed(self.book)
+        learned = () if self._origins is None else self._origins.installed(self.book)
         self.send(replace(emitted, learned=learned) if learned else emitted)
         if self.submission.show and (now := time.perf_counter()) - self._counted_s >= COUNT_S:
             self._counted_s = now
@@ -370,7 +369,7 @@ class Request(Ticket):
         """Drops the references to objects that take much memory, such as the cache."""
         self.cache = self._state = None
         self.canonical, self.penalties = None, []
-        self._entries = self.drafter = None
+        self._origins = self.drafter = None
 
 
 def propose_drafts(requests: Sequence[Request], last: Sequence[int], most: Sequence[int]) -> list[Draft | None]:
@@ -421,18 +420,6 @@ _FROM_PACK = -1
 _PACK = Origin("pack", _FROM_PACK)
 
 
-class _NewEntries:
-    """Lists new entries of a codebook that never evicts. book: the request's codebook before the answer's first id."""
-
-    def __init__(self, book: Codebook) -> None:
-        self._n = len(book)
-
-    def installed(self, book: Codebook) -> tuple[_Entry, ...]:
-        """Returns the entries installed since the last call. book: the request's codebook now."""
-        before, self._n = self._n, len(book)
-        return tuple(book.entry(slot) for slot in range(before, self._n))
-
-
 class Origins:
     """Replays a request's ids in a second codebook to find out where each entry was learned.
 
@@ -477,8 +464,3 @@ class Origins:
             for slot in self._book.push(one).slots.tolist():
                 self._at[slot] = self._book.base_length
                 self._learned.append(self._book.entry(slot))
-
-
-def make_entry_tracker(book: Codebook, origins: bool) -> _NewEntries | Origins:
-    """Returns an object that lists the entries that an answer installs; with `origins` also where they were learned."""
-    return Origins(book) if origins or book.params.policy != "freeze" else _NewEntries(book)

@@ -113,7 +113,7 @@ def engine(model: Any, draft: str = "off", ahead: bool | None = None, tokenizer:
 
 def answer_all(made: Any, keep: bool = False, **changes: Any) -> list[Watch]:
     """The answers to all prompts, asked at once: the first ones run together, the others join when one leaves."""
-    asked = [{"keep": keep, **one, **changes} for one in ASKED]
+    asked = [{"keep": keep, "show": True, **one, **changes} for one in ASKED]
     watches = at_once(made, lambda: [ask(made, prompt, **one)[1] for prompt, one in zip(PROMPTS, asked, strict=True)])
     return [watch.wait() for watch in watches]
 

@@ -360,7 +360,7 @@ def test_expansions_and_counts_are_those_of_stream_generate(kind):
 def test_learned_entries_are_the_ones_that_the_codebook_gets(kind):
     prompt = tiny.base_ids(20)
     with tiny_engine(kind=kind, model={"start": [[5, 6], [7, 8]]}) as engine:
-        watch = ask(engine, prompt, max_tokens=60)[1].wait()
+        watch = ask(engine, prompt, max_tokens=60, show=True)[1].wait()
     learned = [entry for event in watch.emitted for entry in event.learned]
     assert learned
     held = tiny.tiny_model(start=[[5, 6], [7, 8]]).eval().make_cache()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.engine import Counted, Emitted
-from mlx_zip.engine.request import Origins, make_entry_tracker
+from mlx_zip.engine.request import Origins
 from mlx_zip.engine.sessions.store import SessionOptions
 from mlx_zip.packs.pack import Pack
 from support import codec_twin as twin
@@ -102,18 +102,6 @@ def test_ids_may_be_delivered_before_they_are_read(params, seed, read):
     assert tuple(learned) == sum((entries for _, entries in replayed(params, ids, 10)), ())
 
 
-@settings(max_examples=40)
-@given(st.integers(0, 10**6))
-def test_entries_are_found_alike_with_and_without_their_origins(seed):
-    params = CodecParams(V, 12, 3)
-    book, ids = Codebook(params), legal_ids(params, seed, 40)
-    book.push(ids[:10])
-    plain, full = make_entry_tracker(book, False), make_entry_tracker(book, True)
-    for one in ids[10:]:
-        book.push(one)
-        assert plain.installed(book) == full.installed(book)
-
-
 # ---- the engine
 
 
@@ -122,11 +110,11 @@ def logs(monkeypatch):
     """Per request: its codec and the ids that its codebook has read when the answer begins, newest last."""
     found = []
 
-    def recorded(book, origins):
+    def recorded(book):
         found.append((book.params, book.ids.tolist()))
-        return make_entry_tracker(book, origins)
+        return Origins(book)
 
-    monkeypatch.setattr("mlx_zip.engine.request.make_entry_tracker", recorded)
+    monkeypatch.setattr("mlx_zip.engine.request.Origins", recorded)
     return found
 
 

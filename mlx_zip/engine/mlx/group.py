@@ -198,7 +198,7 @@ class Group:
             self._clock.ids, self._h = self._draft.width, self._draft.h
             return self._draft.logits
         self._clock.ids = 1
-        return self._read_last_ids(mx.array(self.tokens, mx.uint32)[:, None])
+        return self._read_last_ids(mx.array([[token] for token in self.tokens], mx.uint32))  # on the host already
 
     def _read_last_ids(self, ids: mx.array) -> mx.array:
         """Returns the logits [B, W] after reading ids [B, 1]."""
