@@ -29,7 +29,7 @@ CHECKED := tests/house/test_house.py tests/house/test_files.py tests/codec tests
   tests/vocab/test_adaptbpe_golden.py tests/vocab/test_hbpe.py
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 QUICK := -m "not slow"
-# setuptools warns of every editable package whose folders have other names than in it, as ours.
+# setuptools warns of an editable install whose packages lie in folders of other names (`bench` is `mlx_zip.bench`).
 PIP_INSTALL := CC="$(CC)" PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip --disable-pip-version-check install -q
 
 .PHONY: help venv demo check test test-slow docs picture screens drafts model lint fuzz clean

@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import DataError, MlxZipError
+from mlx_zip.files import check_writable
 from mlx_zip.progress import ProgressBar
 
 from .records import read_lines, write_whole
@@ -231,10 +232,10 @@ def check_machine_is_quiet() -> None:
 
 
 def check_record_file(file: Path) -> None:
-    if not file.parent.is_dir():
-        raise MlxZipError(f"--record {file}: there is no folder {file.parent}")
-    if not os.access(file.parent, os.W_OK):
-        raise MlxZipError(f"--record {file}: the folder {file.parent} cannot be written to")
+    try:
+        check_writable(file)
+    except DataError as error:
+        raise MlxZipError(f"--record {error}") from error
     if file.exists():
         read_lines(file)
 

@@ -77,7 +77,7 @@ def read_lines(path: Path) -> list[Record]:
     try:
         found = [json.loads(line, parse_constant=refuse_json_constant) for line in lines if line]
     except (ValueError, RecursionError) as error:
-        raise MlxZipError(f"{path}: not JSON lines: {error}") from error
+        raise MlxZipError(f"{path}: not JSON lines: {failure_reason(error)}") from error
     if not all(isinstance(line, dict) for line in found):
         raise MlxZipError(f"{path}: not JSON lines: each must be an object")
     return found

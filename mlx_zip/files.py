@@ -253,12 +253,12 @@ def check_writable(path: Path, what: str = "", suffix: str = "") -> None:
     """
     if suffix and path.suffix != suffix:
         raise DataError(f"{path}: {what} is a {suffix} file")
-    if not path.absolute().parent.is_dir():
-        raise DataError(f"{path}: no such folder")
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path}: is a folder or device, not a file")
-    partial = _temporary_path(Path(os.path.realpath(path)))  # as `atomic_file` will make it
-    with errors_as(DataError, f"{path}: its folder cannot be written to", OSError):
+    with errors_as(DataError, f"{path} cannot be written", OSError):
+        if not path.absolute().parent.is_dir():
+            raise DataError(f"{path}: no such folder")
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path}: is a folder or device, not a file")
+        partial = _temporary_path(Path(os.path.realpath(path)))  # as `atomic_file` will make it
         partial.touch()
         partial.unlink()
 

@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     get_temp_dir()  # multiprocessing deletes its own folder, but later
     compiled = Path(gettempdir()) / "mlx"  # where MLX keeps the kernels that it compiled on a CPU, for later runs too
     compiled.mkdir(exist_ok=True)
-    folder = TemporaryDirectory()
+    folder = TemporaryDirectory(ignore_cleanup_errors=True)  # a process that has not ended yet may write there
     Path(folder.name, compiled.name).symlink_to(compiled)
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name
     config.add_cleanup(folder.cleanup)

@@ -93,7 +93,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_eos_token(args: argparse.Namespace, name: str) -> None:
-    """Raises `GenerationError` if --eos-token is not a token: transformers would add it to the vocabulary."""
+    """Raises `GenerationError` if --eos-token is not a token of the tokenizer.
+
+    transformers would add an unknown token to the vocabulary, and the model has no row for it.
+    """
     from mlx_zip.models.model_folder import find_model_folder
     from mlx_zip.text.tokenizers import load_tokenizer, single_token_id
 

@@ -78,7 +78,9 @@ def learn_pack(
     `CodecError` if an id is not a base id.
     """
     if window < 2:
-        raise DataError(f"a window (--window) must have at least 2 base ids, as an entry has, got {window}")
+        raise DataError(
+            f"a window (--window) must have at least 2 base ids, because an entry has at least 2, got {window}"
+        )
     if not 1 <= size <= params.codebook_size:
         raise DataError(f"a pack of {size} entries does not fit a codebook of {params.codebook_size}")
     if not 0 <= head_cost < float("inf"):

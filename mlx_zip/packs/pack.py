@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from mlx_zip import files
 from mlx_zip.codec.arrays import read_npz
-from mlx_zip.errors import CodecError, DataError, ModelError
+from mlx_zip.errors import CodecError, DataError, ModelError, failure_reason
 from mlx_zip.packs.entries import Entry, checked_entries, pad_entries, read_entries
 from mlx_zip.packs.tuned import PlainCodec, TunedRows, rows_from_arrays, rows_to_arrays
 
@@ -289,7 +289,7 @@ def _read_about_and_rows(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[
     try:
         about = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as a pack: {error}") from error
+        raise DataError(f"{path} cannot be read as a pack: {failure_reason(error)}") from error
     if not isinstance(about, dict):
         raise DataError(f"{path}: `about` in it is not a JSON object")
     return about, arrays

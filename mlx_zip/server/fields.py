@@ -270,9 +270,9 @@ def _describe_fault(fault: Any) -> str:
         return "this must be an object with a type"
     if fault["type"] == "literal_error":
         return f"this must be {context['expected']}, got {str(fault['input'])[:80]!r}"
-    if fault["type"] == "too_long" and context.get("actual_length"):
+    if fault["type"] in ("too_long", "string_too_long"):
         unit = "characters" if isinstance(fault["input"], str) else "items"
-        return f"this has {context['actual_length']} {unit}, and at most {context['max_length']} are allowed"
+        return f"this has {len(fault['input'])} {unit}, and at most {context['max_length']} are allowed"
     message = str(fault["msg"]).removeprefix("Value error, ")
     return _FAULT_WORDS.get(fault["type"], message[:1].lower() + message[1:])
 

@@ -249,10 +249,11 @@ class _Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answers invalid HTTP with an error as JSON, unless another answer has already begun.
 
-        uvicorn calls it while it handles h11's error. The status is 431 if h11 suggests this, else 400.
+        uvicorn calls it while it handles h11's error. The status is 431 if h11 suggests this for a head, else 400: it
+        also does so for the sizes and the trailer of a body in chunks.
         """
         status = 400
-        if getattr(sys.exception(), "error_status_hint", None) == 431:
+        if self._is_waiting_for_head and getattr(sys.exception(), "error_status_hint", None) == 431:
             status, msg = 431, "the request's line and headers are too large"
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True

@@ -102,22 +102,33 @@ def _open_dataset(library: ModuleType, name: str, subset: str | None, split: str
 
 def _check_regular_files(folder: Path) -> None:
     """Raises `DataError` if a folder contains a device or pipe, because the library would read it without end."""
+    for file in _walk_files(folder):
+        check_regular_file(file)
+
+
+def _walk_files(folder: Path) -> Iterator[Path]:
+    """Yields the files in a folder and its subfolders, without those that the library leaves out."""
     for root, folders, files in os.walk(folder):
-        folders[:] = [one for one in folders if not one.startswith((".", "__"))]  # which the library leaves out
-        for one in files:
-            if not one.startswith("."):
-                check_regular_file(Path(root, one))
+        folders[:] = sorted(one for one in folders if not one.startswith((".", "__")))
+        yield from (Path(root, one) for one in sorted(files) if not one.startswith("."))
 
 
 def _find_file_not_utf8(folder: Path) -> Path | None:
-    """Returns the first .txt file in a folder that is not UTF-8, None if there is none; the library names no file."""
-    for file in sorted(folder.rglob("[!.]*.txt")):
+    """Returns the first .txt file in a folder that is not UTF-8, None if there is none; the library names no file.
+
+    Files that cannot be read are skipped.
+    """
+    for file in _walk_files(folder):
+        if file.suffix != ".txt":
+            continue
         try:
             with open(file, encoding="utf-8") as lines:
                 for _ in lines:
                     pass
         except UnicodeDecodeError:
             return file
+        except OSError:
+            continue
     return None
 
 

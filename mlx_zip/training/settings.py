@@ -97,7 +97,9 @@ class TrainSettings:
         "adamw", "optimizer; muon: Muon for the matrices of blocks and encoders, AdamW for the rest", choices=OPTIMIZERS
     )
     learning_rate: float = declare_setting(3e-4, "peak learning rate of the cosine schedule")
-    min_learning_rate: float = declare_setting(1e-5, "final learning rate of the cosine schedule")
+    min_learning_rate: float = declare_setting(
+        1e-5, "final learning rate of the cosine schedule, at most --learning-rate"
+    )
     encoder_learning_rate: float = declare_setting(
         0.0,
         "peak learning rate of the hyper-encoders, whose steps move every hypertoken at once, usually "
@@ -194,10 +196,6 @@ class TrainSettings:
                 raise TrainingError(f"{name} is for one optimizer; muon has rates of its own")
         if self.pack_learning_rate and not self.pack_rows:
             raise TrainingError("pack_learning_rate is for pack_rows, which is off")
-        if self.min_learning_rate > self.learning_rate:
-            raise TrainingError(
-                f"min_learning_rate {self.min_learning_rate} must be at most learning_rate {self.learning_rate}"
-            )
         if self.warmup >= self.iters and self.warmup:
             raise TrainingError(f"warmup {self.warmup} must be shorter than the run's {self.iters} iters")
 

@@ -21,7 +21,7 @@ import torch
 
 from mlx_zip.cuda.model import open_model
 from mlx_zip.cuda.network.linear import has_bfloat16_units
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, failure_reason
 from mlx_zip.files import atomic_file
 from recipes.stories.commands import print_to_stderr
 
@@ -340,7 +340,8 @@ def read_records(file: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in whole.split("\n")[:-1]]
     except ValueError as error:
-        raise DataError(f"{file} holds a line that is no JSON: {error}; delete the file to begin again") from error
+        reason = failure_reason(error)
+        raise DataError(f"{file} holds a line that is no JSON: {reason}; delete the file to begin again") from error
 
 
 def write_chat_files(file: Path, folder: Path, seen: set[str]) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mlx_zip.bench.engines.mlx_engines import MlxZip
-from mlx_zip.bench.steps import tracer as profile_hooks
+from mlx_zip.bench.steps import tracer as tracer_module
 from mlx_zip.bench.steps.tracer import CPU, OURS, PARTS, ZIP_HOOKS, Hook, Tracer
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.two_part_step import TwoPartStep
@@ -72,7 +72,7 @@ def test_bodies_that_run_ahead_are_seldom_run_twice(capsys, rows):
 
 def test_mlx_lm_reads_and_emits_as_many_ids(capsys, monkeypatch):
     seen = {}
-    run = profile_hooks.import_module("mlx_zip.bench.engines.mlx_engines").MlxLm.run
+    run = tracer_module.import_module("mlx_zip.bench.engines.mlx_engines").MlxLm.run
 
     def watched(self, prompt, tokens, replay=None, held=None):
         seen["prompt"], seen["steps"] = len(prompt), len(replay)
@@ -146,7 +146,7 @@ class Nested:
 
 def test_a_functions_time_is_its_own(monkeypatch):
     nested = Nested()
-    monkeypatch.setattr(profile_hooks, "time", nested)
+    monkeypatch.setattr(tracer_module, "time", nested)
     with Tracer((Hook("call", Nested, "outer"), Hook("codec", Nested, "inner"))) as tracer:
         nested.outer()
     assert tracer.totals == {"call": 2, "call" + CPU: 1, "codec": 40, "codec" + CPU: 30}

@@ -120,7 +120,8 @@ def test_a_last_line_without_an_end_is_kept_apart(machine, bench, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("none/x.jsonl", "there is no folder"),
+        ("none/x.jsonl", "no such folder"),
+        ("a" * 250, "cannot be written: File name too long"),
         ("text", "not JSON lines"),
         (".", "is a folder or device, not a file"),
         ("pipe", "is a folder or device, not a file"),

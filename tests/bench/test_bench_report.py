@@ -100,6 +100,7 @@ def damaged(change):
         (damaged(lambda r: r.pop("commit")), "a record lacks commit"),
         (damaged(lambda r: r["figures"].pop("ttft_ms")), "a record lacks ttft_ms"),
         ("[" * 99_999, "not JSON lines"),
+        ("9" * 5000, "not JSON lines: .* 5000 digits$"),
         ('{"bench": "codec"}', "no record of `bench generate`"),
     ],
 )

@@ -97,12 +97,14 @@ def test_lines_of_a_pipe_are_messages_and_only_answers_go_to_standard_output(fak
     assert err.endswith("error: there is no command /nothing; /help lists the commands\n")
 
 
-def test_a_person_at_a_terminal_without_control_sequences_sees_a_prompt(fake, monkeypatch, run):
+@pytest.mark.parametrize(("seen", "prompts"), [(True, "> > \n"), (False, "")])
+def test_a_person_at_a_terminal_without_control_sequences_sees_a_prompt(seen, prompts, fake, monkeypatch, run):
     type_lines(monkeypatch, b"hello\n")
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: seen)
     monkeypatch.setenv("TERM", "dumb")
-    assert run("chat", "--color", "never") == (0, "Once upon a time there was a boat.\n", "> > ")
+    assert run("chat", "--color", "never") == (0, "Once upon a time there was a boat.\n", prompts)
 
 
 def test_control_characters_in_an_answer_are_shown_in_a_pipe_too(fake, monkeypatch, run):

@@ -88,19 +88,21 @@ def test_the_old_folder_comes_back_when_the_new_one_cannot_be_renamed(end, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_without_write_permission_is_refused_before_long_work(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", ["is_dir", "exists", "touch"])
+def test_a_folder_without_permission_is_refused_before_long_work(call, tmp_path, monkeypatch):
     def refuse(path, *_):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "touch", refuse)  # root may write anywhere
-    with pytest.raises(DataError, match="out: its folder cannot be written to: Permission denied"):
+    monkeypatch.setattr(Path, call, refuse)  # root may write anywhere
+    with pytest.raises(DataError, match="out cannot be written: Permission denied"):
         check_writable(tmp_path / "out")
 
 
 def test_a_file_that_the_system_would_not_make_is_refused_before_long_work(tmp_path):
     check_writable(tmp_path / ("a" * 100))
-    with pytest.raises(DataError, match="its folder cannot be written to: File name too long"):
-        check_writable(tmp_path / ("a" * 250))
+    for length in (250, 300):  # too long for the temporary file alone, and for the file itself
+        with pytest.raises(DataError, match="a cannot be written: File name too long"):
+            check_writable(tmp_path / ("a" * length))
     assert not list(tmp_path.iterdir())
 
 

@@ -520,9 +520,10 @@ def test_a_repeated_question_is_left_out_and_a_cut_answer_gets_no_end(tmp_path):
     assert cut["licence"] == "Apache-2.0 and CC BY 4.0"
 
 
-def test_a_file_that_holds_other_lines_is_refused(tmp_path):
-    (tmp_path / "train.jsonl").write_text("no JSON\n")
-    with pytest.raises(DataError, match=r"train\.jsonl holds a line that is no JSON"):
+@pytest.mark.parametrize(("line", "reason"), [("no JSON", ""), ("9" * 5000, ".* 5000 digits; delete")])
+def test_a_file_that_holds_other_lines_is_refused(tmp_path, line, reason):
+    (tmp_path / "train.jsonl").write_text(f"{line}\n")
+    with pytest.raises(DataError, match=rf"train\.jsonl holds a line that is no JSON: {reason}"):
         made.read_records(tmp_path / "train.jsonl")
 
 

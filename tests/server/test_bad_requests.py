@@ -178,6 +178,13 @@ def test_too_many_stop_strings_are_refused_by_their_number(served):
         assert answer.json["error"]["message"].endswith("this has 33 items, and at most 32 are allowed")
 
 
+@pytest.mark.parametrize(("metadata", "length", "most"), [({"a" * 65: "b"}, 65, 64), ({"a": "é" * 513}, 513, 512)])
+def test_a_text_that_is_too_long_is_refused_by_its_characters(served, metadata, length, most):
+    answer = served.ask("POST", "/v1/responses", {"input": "Hi", "metadata": metadata})
+    told = f"this has {length} characters, and at most {most} are allowed"
+    assert (answer.status, answer.json["error"]["message"].endswith(told)) == (400, True)
+
+
 @pytest.mark.parametrize("pack", [{}, 7, True])
 def test_what_is_no_pack_is_told_what_a_pack_is(served, pack):
     answer = served.ask("POST", PATH, {"messages": USER, "pack": pack})
@@ -286,10 +293,13 @@ def test_what_is_no_http_is_told_so_in_the_dialect_of_its_path(served, data):
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
 
 
-def test_nonsense_after_a_head_does_not_reach_the_app(served):
+@pytest.mark.parametrize("chunks", [b"zz\r\n", b"1;" + b"a" * 70_000, b"0\r\nA: " + b"a" * 70_000], ids=len)
+def test_nonsense_after_a_head_does_not_reach_the_app(served, chunks):
     head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with served.raw(head.encode() + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n") as connection:
-        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+    with served.raw(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + chunks) as connection:
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"too large" not in answer
 
 
 def test_a_client_that_closes_its_sending_side_still_reads_a_quick_answer(served):
@@ -300,6 +310,7 @@ def test_a_client_that_closes_its_sending_side_still_reads_a_quick_answer(served
 
 HEAD = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 3000000\r\n".encode()
 UNREAD = {  # requests that are refused before they are read
+    400: b"hello\r\n\r\n",
     431: b"GET /" + b"a" * 70_000,
     403: HEAD.replace(b"localhost", b"elsewhere") + b"\r\n",
     404: HEAD.replace(PATH.encode(), b"/nowhere") + b"\r\n",

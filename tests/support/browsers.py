@@ -34,7 +34,7 @@ def missing_browser_requirement() -> str | None:
     if find_spec("playwright") is None:
         return "needs Playwright (PLAYWRIGHT_SKIP_BROWSER_DOWNLOAD=1 pip install -e '.[browser]')"
     if find_chromium() is None:
-        return f"needs Chromium (Debian: apt install chromium-headless-shell), or its path in {VARIABLE}"
+        return f"needs Chromium (Debian: apt install chromium-headless-shell, or chromium), or its path in {VARIABLE}"
     return None
 
 

@@ -222,6 +222,7 @@ def follow(schema, steps=30):
 def test_a_hard_schema_is_followed_unless_a_step_needs_more_work_than_the_limits_allow(name, limit, monkeypatch):
     follow(HARD[name])
     monkeypatch.setattr(grammar, "_compile_grammar", grammar._compile_grammar.__wrapped__)
+    assert limit in grammar._LIMITS
     monkeypatch.setitem(grammar._LIMITS, limit, 1)
     with pytest.raises(GenerationError, match="too many"):
         follow(HARD[name])

@@ -191,7 +191,6 @@ def test_what_cannot_be_tuned_is_an_error_and_nothing_is_written(run):
         (("--context", 1), "context"),
         (("--valid-ids", 0), "--valid-ids"),
         (("--iters", 0), "iters"),
-        (("--min-learning-rate", 1), "min_learning_rate 1.0 must be at most learning_rate 0.002"),
         (("--most-ids", 5), "at least 20 are needed: give more text, or name validation texts with --valid"),
         (("--position-mode", "compressed"), "plain models"),
         (("--out", "no/x.npz"), "--out no/x.npz"),

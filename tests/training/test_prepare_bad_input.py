@@ -14,6 +14,7 @@ import pytest
 from mlx_zip.cli import main
 from mlx_zip.errors import DataError
 from mlx_zip.files import try_lock_folder
+from mlx_zip.text import hub
 from mlx_zip.training.prepare import preparation
 from mlx_zip.training.prepare.mixture import load_mixture
 from mlx_zip.training.prepare.preparation import ShardMaker
@@ -103,6 +104,14 @@ def test_a_text_in_a_folder_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "set" / "b.txt").write_bytes(b"caf\xe9 one\n")
     with pytest.raises(DataError, match=r"set/b\.txt cannot be read: 'utf-8' codec"):
         prepared(tmp_path / "out", str(tmp_path / "set"))
+
+
+def test_only_files_that_the_library_reads_are_looked_at_for_text_that_is_not_utf8(tmp_path):
+    for name in (".git/a.txt", "__old/a.txt", "in/.b.txt", "in/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"caf\xe9\n")
+    (tmp_path / "a.txt").symlink_to("nowhere")
+    assert hub._find_file_not_utf8(tmp_path) == tmp_path / "in/c.txt"
 
 
 def test_an_error_of_the_data_keeps_the_shards_that_are_finished(begun, data, monkeypatch):

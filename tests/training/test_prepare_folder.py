@@ -34,19 +34,23 @@ def test_the_folder_does_not_depend_on_the_number_of_workers(tmp_path, data):
 
 
 def test_a_signal_ends_the_workers_in_the_middle_of_their_work(tmp_path, data):
-    options = PrepareOptions((Source((data,)),), tmp_path, tokenizer=str(tokenizer_folder()), codebook_size=64)
-    started = []
+    out = tmp_path / "out"
+    out.mkdir()
+    options = PrepareOptions((Source((data,)),), out, tokenizer=str(tokenizer_folder()), codebook_size=64)
+    others, started = set(multiprocessing.active_children()), set()
 
     def work_until_a_signal():
         with preparation._start_shard_workers(*make_preparation_plan(options), 2) as make:
-            make([preparation.Chunk(0, 0, ())])
-            started.extend(multiprocessing.active_children())
+            next(make([preparation.Chunk(number, 0, ()) for number in range(500)]))
+            started.update(set(multiprocessing.active_children()) - others)
+            (out / ".shard-00001.ids.npy.partial-1").write_bytes(b"half")  # as a worker may leave one
             raise SystemExit(143)
 
     with pytest.raises(SystemExit):
         work_until_a_signal()
-    assert started
     assert {worker.exitcode for worker in started} == {-signal.SIGTERM}
+    assert len(list(out.glob("shard-*.json"))) < 500
+    assert not list(out.glob(".*"))
 
 
 @pytest.mark.parametrize("stage", ["make_shard", "write_json"])

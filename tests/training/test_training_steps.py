@@ -19,7 +19,12 @@ from mlx_zip.training.starting_model import make_starting_model
 from mlx_zip.training.steps.batches import make_batch
 from mlx_zip.training.steps.forward_pass import NoCache
 from mlx_zip.training.steps.objective import LossWeights, Trainee
-from mlx_zip.training.steps.stepper import Stepper, make_optimizer
+from mlx_zip.training.steps.stepper import (
+    Stepper,
+    list_optimizer_parts,
+    make_learning_rate_schedule,
+    make_optimizer,
+)
 from support.slow_cases import slow_but
 from support.tiny_training import (
     CODEC,
@@ -156,6 +161,20 @@ def test_recomputing_activations_in_mixed_precision_rounds_no_weight(tmp_path):
     machine.step([batch], [False])
     for name, value in arrays_of(machine.trainee).items():
         np.testing.assert_array_equal(value, before[name], err_msg=name)
+
+
+@pytest.mark.parametrize(("least", "last"), [(1e-5, 0.1), (1e-4, 1.0), (1e-3, 1.0)])
+def test_the_learning_rate_of_every_part_ends_at_its_share_of_the_peak_and_never_above_the_peak(least, last):
+    own = {"encoder_learning_rate": 1e-6, "pack_rows": True, "pack_learning_rate": 1e-2}
+    chosen = settings(iters=12, warmup=2, learning_rate=1e-4, min_learning_rate=least, **own)
+    peaks = [part.peak for part in list_optimizer_parts(chosen)]
+    assert peaks == [1e-6, 1e-2, 1e-4]
+    for peak in peaks:
+        rate = make_learning_rate_schedule(chosen, peak)
+        found = [float(rate(mx.array(step))) for step in range(14)]  # mlx-lm counts the last warm-up step twice
+        assert found[0] == 0
+        assert max(found) == pytest.approx(peak)
+        assert found[-1] == pytest.approx(last * peak)
 
 
 # ---- new encoders

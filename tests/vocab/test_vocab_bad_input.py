@@ -101,10 +101,11 @@ def test_one_array_is_no_archive_and_an_archive_no_array(tmp_path):
         read_entries(tmp_path / "other.npy")
 
 
-def test_what_a_pack_says_of_itself_may_be_nested_without_end(tmp_path):
-    about = np.frombuffer(b"[" * 100_000, np.uint8)
-    np.savez(tmp_path / "pack.npz", entries=np.array([[1, 2]]), lengths=np.array([2]), about=about)
-    with pytest.raises(DataError, match=r"pack\.npz cannot be read as a pack"):
+@pytest.mark.parametrize(("about", "reason"), [(b"[" * 100_000, ""), (b"9" * 5000, ".* 5000 digits$")], ids=len)
+def test_what_a_pack_says_of_itself_may_be_nested_or_go_on_without_end(about, reason, tmp_path):
+    arrays = {"entries": np.array([[1, 2]]), "lengths": np.array([2]), "about": np.frombuffer(about, np.uint8)}
+    np.savez(tmp_path / "pack.npz", **arrays)
+    with pytest.raises(DataError, match=rf"pack\.npz cannot be read as a pack: {reason}"):
         load_pack(tmp_path / "pack.npz")
 
 

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _choose_chat_front(args: argparse.Namespace) -> Any:
-    """Returns a `TerminalFront`, or a `Front` if standard input or output is not a terminal."""
+    """Returns a `TerminalFront`, or a `Front` if standard input or output is not a terminal or TERM is dumb."""
     terminal = import_or_explain(  # for both fronts, so that they need the same libraries
         "mlx_zip.cli.chat.terminal", "mlx_zip chat", *_LIBRARIES, extra="chat", implied=("markdown_it", "pygments")
     )

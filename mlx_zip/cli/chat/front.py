@@ -83,10 +83,13 @@ class Front:
 
         A person at a terminal, for example with TERM=dumb, sees a prompt.
         """
-        if sys.stdin.isatty():
+        prompts = sys.stdin.isatty() and sys.stderr is not None and sys.stderr.isatty()
+        if prompts:
             print(PROMPT, end="", file=sys.stderr, flush=True)
         n, line = next(self._lines, (0, b""))
         if not n:
+            if prompts:
+                print(file=sys.stderr)
             return None
         try:
             return line.decode("utf-8").rstrip("\r\n")

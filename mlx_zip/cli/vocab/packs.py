@@ -50,7 +50,7 @@ def _add_pack_learn_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--window",
         type=int,
-        help="length, in base ids, of the texts that the pack shall shorten (default: 256)",
+        help="length, in base ids, of the texts that the pack shall shorten, at least 2 (default: 256)",
     )
     add(
         "--most-ids",

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 import mlx_zip
 from mlx_zip.errors import DataError, failure_reason
-from mlx_zip.files import exit_with_parent_process, write_json
+from mlx_zip.files import exit_with_parent_process, remove_unfinished_files, write_json
 from mlx_zip.packs.entries import write_entries
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import Item, Skipped, SourceReader, is_read_from_files, parse_item, source_files
@@ -298,7 +298,10 @@ MakeShards = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
 
 @contextmanager
 def _start_shard_workers(plan: PreparationPlan, tokenizer: Any, workers: int) -> Iterator[MakeShards]:
-    """Context manager: yields a function that makes shards of chunks in `workers` processes, and returns records."""
+    """Context manager: yields a function that makes shards of chunks in `workers` processes, and returns records.
+
+    The caller holds the lock of the folder: after a signal, unfinished files in the folder are removed.
+    """
     if workers == 1:
         maker = ShardMaker(plan, tokenizer)
         yield lambda chunks: map(maker.make_shard, chunks)
@@ -311,6 +314,8 @@ def _start_shard_workers(plan: PreparationPlan, tokenizer: Any, workers: int) ->
     except (KeyboardInterrupt, SystemExit):  # a signal: do not wait for the shards that are being made
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
+        pool.shutdown(cancel_futures=True)
+        remove_unfinished_files(plan.options.out)
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -322,7 +327,7 @@ _maker: ShardMaker | None = None
 def start_worker(plan: PreparationPlan) -> None:
     """Initializes a worker process: one tokenizer thread, silent exit on Ctrl-C, and exit when the parent exits.
 
-    No file is left incomplete by an exit, because files are written atomically.
+    Files are written atomically, so an exit leaves at most temporary files.
     """
     global _maker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

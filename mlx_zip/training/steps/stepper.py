@@ -188,9 +188,9 @@ def list_single_optimizers(optimizer: optim.Optimizer) -> list[optim.Optimizer]:
 def make_learning_rate_schedule(settings: TrainSettings, peak: float) -> Any:
     """Returns a schedule: linear warm-up to `peak`, then a cosine until the run's end.
 
-    The final rate is `peak * min_learning_rate / learning_rate`.
+    The final rate is `peak * min_learning_rate / learning_rate`, but never above `peak`.
     """
-    end = peak * (settings.min_learning_rate / settings.learning_rate if settings.learning_rate else 0.0)
+    end = peak * (min(1.0, settings.min_learning_rate / settings.learning_rate) if settings.learning_rate else 0.0)
     arguments = [peak, max(1, settings.iters - settings.warmup), end]
     return build_schedule({"name": "cosine_decay", "arguments": arguments, "warmup": settings.warmup})
 
