@@ -166,7 +166,7 @@ class GgufFile:
 
 
 def _join_parts(parts: Iterable[mx.array], count: int) -> mx.array:
-    """Returns the `count` rows of all parts. Holds one part at a time beside the result."""
+    """Joins parts, each with some of a tensor's `count` rows. Only one part is in memory beside the result."""
     joined: Any = None
     begin = 0
     for part in parts:

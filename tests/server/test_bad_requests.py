@@ -181,8 +181,8 @@ def test_too_many_stop_strings_are_refused_by_their_number(served):
 @pytest.mark.parametrize(("metadata", "length", "most"), [({"a" * 65: "b"}, 65, 64), ({"a": "é" * 513}, 513, 512)])
 def test_a_text_that_is_too_long_is_refused_by_its_characters(served, metadata, length, most):
     answer = served.ask("POST", "/v1/responses", {"input": "Hi", "metadata": metadata})
-    told = f"this has {length} characters, and at most {most} are allowed"
-    assert (answer.status, answer.json["error"]["message"].endswith(told)) == (400, True)
+    message = f"this has {length} characters, and at most {most} are allowed"
+    assert (answer.status, answer.json["error"]["message"].endswith(message)) == (400, True)
 
 
 @pytest.mark.parametrize("pack", [{}, 7, True])
