@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from mlx_zip.engine.parts import Group, Reading, Served
 from mlx_zip.engine.request import Request
@@ -19,6 +19,7 @@ from mlx_zip.engine.sessions.store import Checkout
 from mlx_zip.errors import MlxZipError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 CLEAR_EVERY = 256  # rounds between two releases of cached buffers, as in mlx-lm
 
 
@@ -193,6 +194,7 @@ class Scheduler:
             self._run_for_groups(lambda group: group.begin_step())
         self._run_for_groups(lambda group: group.hand_ids_to_requests())
         leaving = [request for found in self._run_for_groups(lambda group: group.remove_ended()) for request in found]
+        self.groups = [group for group in self.groups if group.requests]
         self._regroup()
         self._run_for_groups(lambda group: group.launch_pass())
         for request in before:
@@ -201,14 +203,16 @@ class Scheduler:
             self._end_request(request)
         self._run_for_groups(lambda group: group.finish_choosing())
 
-    def _run_for_groups(self, part: Callable[[Group], Any]) -> list[Any]:
+    def _run_for_groups(self, part: Callable[[Group], T]) -> list[T]:
         """Runs one part of a step for every group and returns the results. If a group raises, all its requests fail."""
         out = []
-        for group in list(self.groups):
-            requests = list(group.requests)
-            out.append(self._fail_if_it_raises(requests, partial(part, group), None, group))
-        self.groups = [group for group in self.groups if group.requests]
-        return [one for one in out if one is not None]
+        for group in self.groups.copy():
+            requests = group.requests.copy()
+            try:
+                out.append(part(group))
+            except Exception as error:
+                self._fail_requests(requests, error, group)
+        return out
 
     def _merges_now(self) -> bool:
         """Returns whether this step merges groups; if so, the host must read the chosen ids before the step begins."""
@@ -222,7 +226,7 @@ class Scheduler:
                 for request in self._fail_if_it_raises(requests, partial(group.split_off_rows, rows), (), group):
                     reading = self._fail_if_it_raises([request], partial(self._make_reading, request))
                     self.readings += [] if reading is None else [reading]
-        self.groups = [group for group in self.groups if group.requests]
+                self.groups = [group for group in self.groups if group.requests]
         if len(self.groups) < 2:
             return
         by_key: dict[bool, list[Group]] = {}
@@ -235,7 +239,7 @@ class Scheduler:
                 if others:
                     requests = [request for group in (first, *others) for request in group.requests]
                     self._fail_if_it_raises(requests, partial(first.merge_groups, others), None, first)
-                    self.groups = [group for group in self.groups if group not in others and group.requests]
+                    self.groups = [group for group in self.groups if group not in others]
 
     def _groups_to_merge(self, groups: Sequence[Group]) -> list[list[Group]]:
         """Returns lists of groups to merge; in each list the group with the most rows comes first.
@@ -272,27 +276,31 @@ class Scheduler:
     # ---- ends
 
     def _fail_if_it_raises(
-        self, requests: Sequence[Request], call: Callable[[], Any], otherwise: Any = None, group: Any = None
+        self, requests: Sequence[Request], call: Callable[[], Any], otherwise: Any = None, group: Group | None = None
     ) -> Any:
-        """Returns the result of `call`, True for None. If `call` raises, fails `requests` and returns `otherwise`."""
+        """Returns the result of `call`. If `call` raises, fails `requests` and returns `otherwise`."""
         try:
-            result = call()
-            return True if result is None else result
+            return call()
         except Exception as error:
-            if self._raises:
-                raise
-            if not isinstance(error, MlxZipError):
-                if self.served.machines is not None:
-                    raise  # the other machines may not have this error, and would go on alone
-                log.exception("%d request(s) failed", len(requests))
-            if group is not None:
-                group.drop_requests()
-            for request in requests:
-                if group is not None or not isinstance(error, MlxZipError):
-                    request.whole = False  # what the cache holds is unknown now
-                request.error = request.error or error
-                self._end_request(request)
+            self._fail_requests(requests, error, group)
             return otherwise
+
+    def _fail_requests(self, requests: Sequence[Request], error: Exception, group: Group | None = None) -> None:
+        """Ends requests with an error. group: the group that failed, which is removed."""
+        if self._raises:
+            raise error
+        if not isinstance(error, MlxZipError):
+            if self.served.machines is not None:
+                raise error  # the other machines may not have this error, and would go on alone
+            log.error("%d request(s) failed", len(requests), exc_info=error)
+        if group is not None:
+            group.drop_requests()
+            self.groups.remove(group)
+        for request in requests:
+            if group is not None or not isinstance(error, MlxZipError):
+                request.whole = False  # what the cache holds is unknown now
+            request.error = request.error or error
+            self._end_request(request)
 
     def _end_request(self, request: Request) -> None:
         """Ends a request: delivers its last event, and keeps its session."""

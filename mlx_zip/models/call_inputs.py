@@ -57,11 +57,7 @@ class PositionedCache:
     """One layer's KV cache as the layer sees it during one call: `offset` holds the call's `Positions`, not a count."""
 
     def __init__(self, cache: Any, offset: Positions) -> None:
-        self.cache, self.offset = cache, offset
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Adds keys and values to the cache; returns all keys and values in the cache."""
-        return self.cache.update_and_fetch(keys, values)
+        self.cache, self.offset, self.update_and_fetch = cache, offset, cache.update_and_fetch
 
     def __getattr__(self, name: str) -> Any:  # `bits` and `group_size` of a quantized cache
         return getattr(self.cache, name)

@@ -22,7 +22,7 @@ the factor, but no zip2zip checkpoint of a Gemma has been published.)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -157,7 +157,7 @@ class Positions:
     start: int | mx.array = 0
     index: mx.array | None = None
     long: bool = False
-    shared: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict, repr=False, compare=False)
+    shared: dict[int, Sequence[mx.array]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def first(self) -> int | mx.array:
@@ -179,10 +179,12 @@ class Rope(nn.Module):
 
     def __call__(self, x: mx.array, offset: Positions) -> mx.array:
         """Returns x [B, H, L, D] rotated to the positions `offset`, in the same shape."""
+        shared = offset.shared.get(id(self))
+        if shared is None:
+            shared = offset.shared[id(self)] = self._cosines_and_sines_to_share(x, offset)
+        if shared:
+            return _rotate_one_position(x, *shared)
         batch, heads, length, width = x.shape
-        # Not in training: shared arrays would carry the gradient trace of one layer into another.
-        if is_step_on_cpu(x) and not self.training:
-            return _rotate_one_position(x, *self._shared_cosines_and_sines(offset))
         if self.magnitude != 1.0:
             x = self._scale_rotated_columns(x)
         freqs = self._long if offset.long else self._short
@@ -192,17 +194,16 @@ class Rope(nn.Module):
         x = self._rotate_by_kernel(x, offset.index.reshape(-1), freqs)
         return x.reshape(batch, length, heads, width).transpose(0, 2, 1, 3)
 
-    def _shared_cosines_and_sines(self, offset: Positions) -> tuple[mx.array, mx.array]:
-        """Returns the cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence.
+    def _cosines_and_sines_to_share(self, x: mx.array, offset: Positions) -> Sequence[mx.array]:
+        """Returns the cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence, for all layers.
 
-        They are computed once per model call and shared by all layers.
+        Returns nothing unless x [B, H, L, D] belongs to a step on the CPU; other calls use MLX's kernel. Nothing in
+        training either: shared arrays would carry the gradient trace of one layer into another.
         """
-        made = offset.shared.get(id(self))
-        if made is None:
-            position = mx.array(offset.first, mx.float32).reshape(-1, 1, 1, 1)
-            made = _cosines_and_sines(position, self._long if offset.long else self._short, self.magnitude)
-            offset.shared[id(self)] = made
-        return made
+        if not is_step_on_cpu(x) or self.training:
+            return ()
+        position = mx.array(offset.first, mx.float32).reshape(-1, 1, 1, 1)
+        return _cosines_and_sines(position, self._long if offset.long else self._short, self.magnitude)
 
     def _rotate_by_kernel(self, x: mx.array, start: int | mx.array, freqs: mx.array) -> mx.array:
         """Returns x [B, H, L, D] rotated by MLX's kernel; start: position of the first id, an int or [B]."""

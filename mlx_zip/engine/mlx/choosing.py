@@ -30,13 +30,13 @@ class Choice:
 
     y: mx.array
     packed: mx.array | None
-    top: tuple[int | None, ...]
+    top: Sequence[int | None]
     failed: mx.array | None = None
     logprobs: mx.array | None = None
 
     def start_computing(self, *others: mx.array) -> None:
         """Starts computing the choice, along with other arrays."""
-        more = (one for one in (self.packed, self.failed, self.logprobs) if one is not None)
+        more = [one for one in (self.packed, self.failed, self.logprobs) if one is not None]
         mx.async_eval(*more, self.y, *others)
 
     def wait_for_ids(self) -> list[Chosen]:
@@ -84,7 +84,7 @@ def choose_ids(
     logits = _process_logits(requests, logits, forced, end, pad_id)
     logprobs = logits - mx.logsumexp(logits[:, :end], axis=-1, keepdims=True)
     y = _draw_ids(requests, logprobs, forced)
-    top, failed = tuple(request.submission.top_logprobs for request in requests), None
+    top, failed = [request.submission.top_logprobs for request in requests], None
     if machines is not None:
         own = mx.array([request.error is not None for request in requests], mx.uint32)
         y, failed = mx.split(ids_of_first_machine(mx.concatenate([y.astype(mx.uint32), own]), machines), 2)
@@ -156,7 +156,7 @@ def _process_row_logits(request: Request, logits: mx.array, end: int | None) -> 
 
 def _pack_logprobs(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.array | None:
     """Returns `Choice.packed` for ids y [B] chosen from logprobs [B, W]. top: as in `Choice`."""
-    if all(one is None for one in top):
+    if set(top) == {None}:
         return None
     ids, width = y.astype(mx.int32)[:, None], max(one or 0 for one in top)
     logprobs = logprobs.astype(mx.float32)

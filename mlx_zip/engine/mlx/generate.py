@@ -267,10 +267,10 @@ class CallersRun:
                 response = answers[row].take_event(event, logprobs)
                 if response is None:
                     continue
-                if response.finish_reason is not None:
-                    self.requests[row].cancelled = True
+                ended = response.finish_reason is not None
+                self.requests[row].cancelled = ended
                 yield row, response
-                if all(request.cancelled for request in self.requests):
+                if ended and all(request.cancelled for request in self.requests):
                     return
 
     def events(self, progress: Callable[[int, int], None] | None = None) -> Iterator[tuple[int, Event, Any]]:
@@ -290,11 +290,9 @@ class CallersRun:
                 self._run_or_restore_cache(scheduler, scheduler.run_round)
                 ready = [(row, event, self.requests[row].logprobs) for row, event in self._arrived]
                 self._arrived.clear()
-                emitted = any(isinstance(event, Emitted) for _, event, _ in ready)
-                while self._cache is not None and emitted and scheduler.readings:
-                    self._run_or_restore_cache(
-                        scheduler, scheduler.read_prompts
-                    )  # LongRoPE's switch: the last id is yet to be read
+                if self._cache is not None and any(isinstance(event, Emitted) for _, event, _ in ready):
+                    while scheduler.readings:  # LongRoPE's switch: the last id is yet to be read
+                        self._run_or_restore_cache(scheduler, scheduler.read_prompts)
                 yield from ready
         finally:
             for request in self.requests:

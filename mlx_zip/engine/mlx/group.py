@@ -80,7 +80,7 @@ class Group:
                 self._choice = self._choose_exactly(pick, self._logits)
             else:
                 best = None if self._draft is None else self._draft.choose_best()
-                self._choice = best or pick(self._choosing, self._logits)
+                self._choice = best or pick([request for _, request in self._choosing()], self._logits)
             self._choice.start_computing(*(served.model.row_source.take_rows_to_submit() if served.hyper else ()))
         self._logits = None
 
@@ -116,7 +116,7 @@ class Group:
         chosen = self._choice.wait_for_ids()
         if self.served.hyper:
             self.served.model.row_source.store_submitted_rows()
-        for row, request, one in zip(self._rows, self._choosing, chosen, strict=True):
+        for (row, request), one in zip(self._choosing(), chosen, strict=True):
             self.tokens[row] = one.id
             if one.failed and request.error is None:
                 request.error = MachineError("the request failed on the first machine")
@@ -130,7 +130,7 @@ class Group:
                 request.count_chosen(one)
             except Exception as error:
                 request.error = error
-        self._note_pass_time(any(one.from_draft for one in chosen))
+        self._note_pass_time(self._draft is not None and any(one.from_draft for one in chosen))
 
     def _note_pass_time(self, goes_on: bool) -> None:
         """Notes the time of the pass that gave the ids just read. goes_on: as in `PassClock.note_pass_end`."""
@@ -164,24 +164,21 @@ class Group:
             early = nullcontext() if state is None or self.served.ahead else submit_parts_early(state)
             with mx.stream(generation_stream), early:
                 self._logits = self._next_logits()
-        for row, request in zip(self._rows, self._choosing, strict=True):
+        constrained = False
+        for row, request in self._choosing():
             request.note_read_ids([self.tokens[row]])
+            constrained = constrained or request.submission.constraint is not None
         if len(self.requests) == 1:
             self.served.quantize(self.cache)
-        if any(request.submission.constraint is not None for request in self._choosing):
+        if constrained:
             mx.async_eval(self._logits)
         else:
             self.choose_next_ids()
 
-    @property
-    def _rows(self) -> Sequence[int]:
-        """The rows that choose an id next; other rows wait for the next pass."""
-        return range(len(self.requests)) if self._draft is None else self._draft.rows
-
-    @property
-    def _choosing(self) -> list[Request]:
-        """The requests that the next ids are chosen for."""
-        return [self.requests[row] for row in self._rows]
+    def _choosing(self) -> list[tuple[int, Request]]:
+        """Returns the rows that choose an id next, with their requests; other rows wait for the next pass."""
+        rows = None if self._draft is None else self._draft.rows
+        return list(enumerate(self.requests)) if rows is None else [(row, self.requests[row]) for row in rows]
 
     def _next_logits(self) -> mx.array:
         """Returns logits [rows, W] after the ids chosen last.
@@ -189,7 +186,7 @@ class Group:
         If some of these ids are those that a draft proposed, the logits come from the draft's pass, for these rows
         only, and the other rows wait. Otherwise a new pass reads the last id of all rows.
         """
-        if self._draft is not None and self._draft.add_chosen_to_cache([self.tokens[row] for row in self._rows]):
+        if self._draft is not None and self._draft.add_chosen_to_cache([self.tokens[row] for row in self._draft.rows]):
             self._h = self._draft.h
             return self._draft.logits
         self._close_draft()

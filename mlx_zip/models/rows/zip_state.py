@@ -499,8 +499,9 @@ def submit_parts_early(state: ZipState) -> Iterator[None]:
 
 
 def find_zip_state(cache: Sequence[Any]) -> ZipState | None:
-    """Returns the cache's `ZipState`, or None for a plain model's cache."""
-    return next((entry for entry in cache if isinstance(entry, ZipState)), None)
+    """Returns the cache's `ZipState`, which is its last entry, or None for a plain model's cache."""
+    last = cache[-1] if cache else None
+    return last if isinstance(last, ZipState) else None
 
 
 def kv_caches(cache: Sequence[Any]) -> Sequence[Any]:
