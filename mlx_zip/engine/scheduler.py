@@ -67,11 +67,14 @@ class Scheduler:
 
     def run_round(self) -> None:
         """Does one round: ends cancelled requests, starts waiting requests, reads prompts, and takes one step."""
-        self._end_cancelled_waiting()
-        self._admit_waiting()
-        self.read_prompts()
+        if self.waiting:
+            self._end_cancelled_waiting()
+            self._admit_waiting()
+        if self.readings:
+            self.read_prompts()
         self._take_step()
-        self._end_latest_if_outgrown()
+        if self.max_kv_bytes is not None:
+            self._end_latest_if_outgrown(self.max_kv_bytes)
         self._rounds += 1
         if self._rounds % CLEAR_EVERY == 0:
             self.served.free_unused_memory()
@@ -192,8 +195,7 @@ class Scheduler:
         before = [request for group in self.groups for request in group.requests]
         if not self._merges_now():
             self._run_for_groups(lambda group: group.begin_step())
-        self._run_for_groups(lambda group: group.hand_ids_to_requests())
-        leaving = [request for found in self._run_for_groups(lambda group: group.remove_ended()) for request in found]
+        leaving = [request for found in self._run_for_groups(_take_chosen_ids) for request in found]
         self.groups = [group for group in self.groups if group.requests]
         self._regroup()
         self._run_for_groups(lambda group: group.launch_pass())
@@ -264,13 +266,10 @@ class Scheduler:
     def _kv_bytes_of_ids(self, ids: int) -> int:
         return ids * self.served.kv_bytes_per_id
 
-    def _end_latest_if_outgrown(self) -> None:
-        """If the KV caches exceed their bound, ends the request that began last, as if it had reached its limit."""
-        if self.max_kv_bytes is None or not (
-            requests := [request for group in self.groups for request in group.requests]
-        ):
-            return
-        if self._kv_bytes_of_ids(sum(request.held_ids for request in requests)) > self.max_kv_bytes:
+    def _end_latest_if_outgrown(self, most: int) -> None:
+        """If the KV caches have more than `most` bytes, ends the request that began last, as if at its limit."""
+        requests = [request for group in self.groups for request in group.requests]
+        if requests and self._kv_bytes_of_ids(sum(request.held_ids for request in requests)) > most:
             max(requests, key=lambda request: request.begun_s).outgrown = True
 
     # ---- ends
@@ -348,3 +347,9 @@ class Scheduler:
             log.exception("a session could not be kept")
             self.store.release(request.session or "")
             request.session = None
+
+
+def _take_chosen_ids(group: Group) -> list[Request]:
+    """Gives each request of a group its chosen id. Removes and returns the requests that have ended."""
+    group.hand_ids_to_requests()
+    return group.remove_ended()

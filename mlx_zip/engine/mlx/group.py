@@ -114,8 +114,6 @@ class Group:
         """Waits for the chosen ids and has each request count its id. An exception becomes the request's `error`."""
         assert self._choice is not None
         chosen = self._choice.wait_for_ids()
-        if self.served.hyper:
-            self.served.model.row_source.store_submitted_rows()
         for (row, request), one in zip(self._choosing(), chosen, strict=True):
             self.tokens[row] = one.id
             if one.failed and request.error is None:
@@ -151,6 +149,7 @@ class Group:
         if begun:
             self._complete_begun_step(stay)
         if leaving:
+            self._store_computed_rows()
             self._keep_rows(stay)
         for request in leaving if begun and (stay or not self.served.hyper) else ():
             if request.reason == "cancelled" or request.error is not None:
@@ -164,6 +163,7 @@ class Group:
             early = nullcontext() if state is None or self.served.ahead else submit_parts_early(state)
             with mx.stream(generation_stream), early:
                 self._logits = self._next_logits()
+        self._store_computed_rows()
         constrained = False
         for row, request in self._choosing():
             request.note_read_ids([self.tokens[row]])
@@ -174,6 +174,14 @@ class Group:
             mx.async_eval(self._logits)
         else:
             self.choose_next_ids()
+
+    def _store_computed_rows(self) -> None:
+        """Puts the hyper rows that were computed along with the chosen ids into the row store.
+
+        In a step, this is done when the device has work again, so that it is not kept waiting.
+        """
+        if self.served.hyper:
+            self.served.model.row_source.store_submitted_rows()
 
     def _choosing(self) -> list[tuple[int, Request]]:
         """Returns the rows that choose an id next, with their requests; other rows wait for the next pass."""
@@ -261,8 +269,9 @@ class Group:
             logits = step.compute_logits(begun, self._choice.y)[:, -1] if self.served.hyper else begun
             self._logits = logits if len(stay) == len(self.requests) else logits[mx.array(list(stay))]
         if not self.served.hyper:
-            for row, (request, token) in enumerate(zip(self.requests, self.tokens, strict=True)):
-                request.note_read_ids([token] if row not in stay else [])
+            for row, request in enumerate(self.requests):
+                if row not in stay:
+                    request.note_read_ids([self.tokens[row]])
 
     def _forget_last_id(self, request: Request) -> None:
         """Trims the last id, which was not delivered, from a request's cache, if the cache can be trimmed."""
