@@ -25,7 +25,7 @@ from mlx_zip.cuda.kernels.hyper_rows import embed_entries, hyper_embedding  # no
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.kernels.products import rms_norm  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
-from support.kernel_launches import (  # noqa: E402  # noqa: E402
+from support.kernel_launches import (  # noqa: E402
     LaunchCounts,
     count_step_costs,
     counting_launches,

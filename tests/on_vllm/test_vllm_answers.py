@@ -18,9 +18,8 @@ from mlx_zip.packs.pack import Pack
 from mlx_zip.vllm.state import Zip2ZipState
 from support.on_vllm import answer_all, dequantized, open_on_vllm, record, worker_state
 
-REQUESTS = int(
-    os.environ.get("MLX_ZIP_VLLM_REQUESTS", "11")
-)  # 200 were once compared in each way (docs/guides/vllm.md)
+# 200 were once compared in each way (docs/guides/vllm.md)
+REQUESTS = int(os.environ.get("MLX_ZIP_VLLM_REQUESTS", "11"))
 BEGINNINGS = (
     "Once upon a time there was a little",
     "Lily and Tom went to the park. They",
