@@ -96,7 +96,7 @@ ZIP_HOOKS = (
     *(Hook("call", AHEAD, name) for name in ("run_body", "compute_logits")),
     Hook("embedding", MODEL, "embed", arrays_in_result),
     *(Hook("rows", ROWS, name, arrays_in_row_tables) for name in ("fill_inputs", "fill_outputs")),
-    *(Hook("rows", ROWS, name) for name in ("store_submitted_rows", "store_unsubmitted_rows")),
+    *(Hook("rows", ROWS, name) for name in ("store_computed_rows", "store_unsubmitted_rows")),
     Hook("blocks", MODEL, "run_layers", arrays_in_result),
     Hook("head", MODEL, "joint_head", arrays_in_result),
     Hook("canonical", "mlx_zip.engine.sampling.exclusions:CanonicalIds", "excluded"),

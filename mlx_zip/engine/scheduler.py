@@ -213,6 +213,8 @@ class Scheduler:
             try:
                 out.append(part(group))
             except Exception as error:
+                if self._is_raised(error):
+                    raise
                 self._fail_requests(requests, error, group)
         return out
 
@@ -267,7 +269,7 @@ class Scheduler:
         return ids * self.served.kv_bytes_per_id
 
     def _end_latest_if_outgrown(self, most: int) -> None:
-        """If the KV caches have more than `most` bytes, ends the request that began last, as if at its limit."""
+        """If the KV caches have over `most` bytes, ends the request that began last, as if it had reached its limit."""
         requests = [request for group in self.groups for request in group.requests]
         if requests and self._kv_bytes_of_ids(sum(request.held_ids for request in requests)) > most:
             max(requests, key=lambda request: request.begun_s).outgrown = True
@@ -281,16 +283,21 @@ class Scheduler:
         try:
             return call()
         except Exception as error:
+            if self._is_raised(error):
+                raise
             self._fail_requests(requests, error, group)
             return otherwise
 
+    def _is_raised(self, error: Exception) -> bool:
+        """Returns whether `run_round` raises `error`; if not, only the requests in which it occurred fail.
+
+        On several machines, errors of no `MlxZipError` class are raised: the other machines may not have them.
+        """
+        return self._raises or (self.served.machines is not None and not isinstance(error, MlxZipError))
+
     def _fail_requests(self, requests: Sequence[Request], error: Exception, group: Group | None = None) -> None:
         """Ends requests with an error. group: the group that failed, which is removed."""
-        if self._raises:
-            raise error
         if not isinstance(error, MlxZipError):
-            if self.served.machines is not None:
-                raise error  # the other machines may not have this error, and would go on alone
             log.error("%d request(s) failed", len(requests), exc_info=error)
         if group is not None:
             group.drop_requests()

@@ -151,7 +151,8 @@ class Positions:
 
     start: position of the first id, an int or an array [B]; each next id has the next position. index [B, L]: the
     position of each id, used instead of `start` if not None. long: whether to use LongRoPE's long factors. shared:
-    cosines and sines that the layers of this call share, by the `id()` of their `Rope`; filled during the call.
+    cosines and sines that the layers of this call share, by the `id()` of their `Rope`, () if MLX's kernel rotates;
+    filled during the call. All arrays that a call rotates must have one dtype and the same number of ids.
     """
 
     start: int | mx.array = 0
@@ -197,8 +198,8 @@ class Rope(nn.Module):
     def _cosines_and_sines_to_share(self, x: mx.array, offset: Positions) -> Sequence[mx.array]:
         """Returns the cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence, for all layers.
 
-        Returns nothing unless x [B, H, L, D] belongs to a step on the CPU; other calls use MLX's kernel. Nothing in
-        training either: shared arrays would carry the gradient trace of one layer into another.
+        Returns () unless x [B, H, L, D] belongs to a step on the CPU, because other calls use MLX's kernel. Also
+        returns () in training, because shared arrays would carry the gradient trace of one layer into another.
         """
         if not is_step_on_cpu(x) or self.training:
             return ()

@@ -171,13 +171,15 @@ class RowSource:
         """Returns the rows encoded since the last call, not yet computed; submit them along with the step's id."""
         return [] if self.store is None else self.store.take_rows_to_submit()
 
-    def store_submitted_rows(self) -> None:
-        """Puts the rows that `take_rows_to_submit` returned into the store.
-
-        Call this after the id that was computed with these rows has been read; then this does not wait.
-        """
+    def note_submitted_computed(self) -> None:
+        """Notes that the rows which `take_rows_to_submit` has returned are computed. Call this after reading ids."""
         if self.store is not None:
-            self.store.store_submitted_rows()
+            self.store.note_submitted_computed()
+
+    def store_computed_rows(self) -> None:
+        """Puts the rows that were noted as computed into the store."""
+        if self.store is not None:
+            self.store.store_computed_rows()
 
     def store_unsubmitted_rows(self) -> None:
         """Puts the rows of earlier calls that `take_rows_to_submit` has not returned into the store."""

@@ -17,6 +17,7 @@ from mlx_zip.engine.sessions.store import NoSessions
 from mlx_zip.errors import EngineStoppedError, ModelError
 from support import tiny
 from support.fake_parts import FakePartsEngine, FakeServed
+from support.http_server import until
 from support.serving import WAIT_S, Broken, Watch, ask, both, tiny_engine
 
 
@@ -70,6 +71,27 @@ def test_everybody_is_told_when_even_giving_up_the_caches_fails():
     assert not made._open
     ends = [sum(isinstance(event, Finished | Failed) for event in watch.events) for watch in watches]
     assert ends == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "part", ["begin_step", "hand_ids_to_requests", "remove_ended", "launch_pass", "finish_choosing", "split_off_rows"]
+)
+def test_a_group_that_fails_in_a_part_of_a_step_fails_alone(part):
+    made = engine()
+    first, second, third = running(made)
+
+    def breaks():
+        group = made._scheduler.groups[1]
+        setattr(group, part, raises)
+        if part == "split_off_rows":
+            group.rows_switching_factors = lambda: [0]
+
+    made._inbox.post(breaks)
+    assert "the device has gone" in str(second.wait().end.error)
+    for watch in (first, third):
+        have = len(watch.emitted)
+        assert until(lambda watch=watch, have=have: len(watch.emitted) > have + 1)
+    made.close()
 
 
 def test_everybody_is_told_when_a_step_fails_and_its_group_cannot_be_dropped():

@@ -100,7 +100,8 @@ def test_the_host_does_not_wait_for_a_body_that_encodes_input_rows(monkeypatch):
     waiter = threading.Thread(target=lambda: (mx.eval(h), ended.set()))
     waiter.start()
     ahead.compute_logits(h, y)
-    model.row_source.store_submitted_rows()
+    model.row_source.note_submitted_computed()
+    model.row_source.store_computed_rows()
     assert not ended.is_set()
     encoded = model.row_source.store.encoded - before
     assert encoded > INPUT_ROWS_TOGETHER  # the input rows of `run_body`, the output row of `compute_logits`

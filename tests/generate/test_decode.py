@@ -3,6 +3,7 @@
 import functools
 import gc
 import weakref
+from contextlib import suppress
 
 import mlx.core as mx
 import numpy as np
@@ -307,6 +308,30 @@ def test_when_a_loop_has_ended_or_was_left_nothing_keeps_its_cache_alive(left):
             next(steps)
         steps.close()
         del cache, steps
+        assert entry() is None
+    finally:
+        gc.enable()
+
+
+def test_when_a_step_has_failed_nothing_keeps_its_cache_alive(monkeypatch):
+    model, run_layers, calls = tiny.tiny_model(), Model.run_layers, []
+
+    def runs_out_of_memory(self, *args):
+        calls.append(None)
+        if len(calls) > 4:
+            raise RuntimeError("out of memory")
+        return run_layers(self, *args)
+
+    cache = model.make_cache()
+    entry = weakref.ref(cache[0])
+    monkeypatch.setattr(Model, "run_layers", runs_out_of_memory)
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(RuntimeError):
+            list(decode(model, cache, max_steps=20))
+        assert len(calls) == 5
+        del cache
         assert entry() is None
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Stands for transformers while types are checked: reading its 2,800 modules took half of the time."""
+"""Stands for transformers while types are checked: reading its 2,800 modules took half of pyright's time."""
 
 from typing import Any
 

@@ -114,6 +114,8 @@ class Group:
         """Waits for the chosen ids and has each request count its id. An exception becomes the request's `error`."""
         assert self._choice is not None
         chosen = self._choice.wait_for_ids()
+        if self.served.hyper:
+            self.served.model.row_source.note_submitted_computed()
         for (row, request), one in zip(self._choosing(), chosen, strict=True):
             self.tokens[row] = one.id
             if one.failed and request.error is None:
@@ -149,7 +151,6 @@ class Group:
         if begun:
             self._complete_begun_step(stay)
         if leaving:
-            self._store_computed_rows()
             self._keep_rows(stay)
         for request in leaving if begun and (stay or not self.served.hyper) else ():
             if request.reason == "cancelled" or request.error is not None:
@@ -163,7 +164,8 @@ class Group:
             early = nullcontext() if state is None or self.served.ahead else submit_parts_early(state)
             with mx.stream(generation_stream), early:
                 self._logits = self._next_logits()
-        self._store_computed_rows()
+        if self.served.hyper:
+            self.served.model.row_source.store_computed_rows()  # only now, so that the device has work meanwhile
         constrained = False
         for row, request in self._choosing():
             request.note_read_ids([self.tokens[row]])
@@ -174,14 +176,6 @@ class Group:
             mx.async_eval(self._logits)
         else:
             self.choose_next_ids()
-
-    def _store_computed_rows(self) -> None:
-        """Puts the hyper rows that were computed along with the chosen ids into the row store.
-
-        In a step, this is done when the device has work again, so that it is not kept waiting.
-        """
-        if self.served.hyper:
-            self.served.model.row_source.store_submitted_rows()
 
     def _choosing(self) -> list[tuple[int, Request]]:
         """Returns the rows that choose an id next, with their requests; other rows wait for the next pass."""
@@ -339,6 +333,8 @@ class Group:
         self.requests, self.tokens = [requests[row] for row in stay], [self.tokens[row] for row in stay]
         if not stay:
             self.cache = []
+            if self.served.hyper:
+                self.served.model.row_source.store_computed_rows()
         elif len(stay) == 1 and batch:
             self.cache = extract_cache(self.cache, stay[0])
         else:

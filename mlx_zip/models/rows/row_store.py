@@ -60,6 +60,7 @@ class RowStore:
         # _fresh: rows that `take_rows_to_submit` has not returned; perhaps not computed yet
         self._fresh: list[_EncodedRows] = []
         self._submitted: list[_EncodedRows] = []  # rows that `take_rows_to_submit` returned
+        self._computed: list[_EncodedRows] = []  # submitted rows that have been computed
         self.encoded = self.from_memory = self.from_disk = 0
 
     def find_or_encode_rows(
@@ -117,32 +118,39 @@ class RowStore:
         """Returns the rows, as bytes and not yet computed, that were encoded since the last call.
 
         Rows that `store_unsubmitted_rows` has kept meanwhile are left out. A decode loop computes them along with the
-        next id, and calls `store_submitted_rows` when it has read that id.
+        next id. When it has read the ids of all requests it calls `note_submitted_computed` and, once the device has
+        work again, `store_computed_rows`.
         """
         fresh, self._fresh = self._fresh, []
         self._submitted += fresh
         return [one.rows for one in fresh]
 
-    def store_submitted_rows(self) -> None:
-        """Keeps the rows that `take_rows_to_submit` returned. Does not wait if the id computed with them has been read.
+    def note_submitted_computed(self) -> None:
+        """Notes that the rows which `take_rows_to_submit` has returned so far are computed."""
+        self._computed += self._submitted
+        self._submitted = []
 
-        If computing these rows raises, they are dropped, so that no later call raises again.
+    def store_computed_rows(self) -> None:
+        """Keeps the rows that were noted as computed.
+
+        If computing these rows has failed, this raises, and drops the rows, so that no later call raises again.
         """
-        rows, self._submitted = self._submitted, []
+        rows, self._computed = self._computed, []
         self._store_rows(rows)
 
     def store_unsubmitted_rows(self) -> None:
         """Keeps the rows that `take_rows_to_submit` has not returned, and computes them if they are still lazy.
 
         Called at the beginning of each model call. Outside mlx_zip's decode loops, the caller has usually read the
-        result of the previous call by then, so its rows are computed already. Errors as in `store_submitted_rows`.
+        result of the previous call by then, so its rows are computed already. Errors as in `store_computed_rows`.
         """
         rows, self._fresh = self._fresh, []
         self._store_rows(rows)
 
     def store_all_rows(self) -> None:
         """Keeps all rows encoded so far, and waits for those that are still being computed."""
-        self.store_submitted_rows()
+        self.note_submitted_computed()
+        self.store_computed_rows()
         self.store_unsubmitted_rows()
 
     def _store_rows(self, encoded: list[_EncodedRows]) -> None:

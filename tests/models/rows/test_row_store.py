@@ -342,7 +342,11 @@ def test_rows_that_cannot_be_computed_fail_once_and_are_encoded_anew(submitted, 
     encoder, store = Encoder(), RowStore()
     ids, lengths = entries(5)
     store.find_or_encode_rows(kind(), ids, lengths, encoder)
-    settle = store.store_submitted_rows if submitted and store.take_rows_to_submit() else store.store_unsubmitted_rows
+    settle = store.store_unsubmitted_rows
+    if submitted:
+        assert store.take_rows_to_submit()
+        store.note_submitted_computed()
+        settle = store.store_computed_rows
     with monkeypatch.context() as patch:
         patch.setattr("mlx_zip.models.rows.row_store.host_bytes", broken)
         with pytest.raises(RuntimeError):
