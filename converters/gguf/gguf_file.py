@@ -166,7 +166,10 @@ class GgufFile:
 
 
 def _join_parts(parts: Iterable[mx.array], count: int) -> mx.array:
-    """Joins parts, each with some of a tensor's `count` rows. Only one part is in memory beside the result."""
+    """Joins the parts of a tensor, each some of its rows. count: number of all rows.
+
+    Besides the result, only one part at a time is in memory.
+    """
     joined: Any = None
     begin = 0
     for part in parts:

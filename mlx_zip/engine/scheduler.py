@@ -291,7 +291,8 @@ class Scheduler:
     def _is_raised(self, error: Exception) -> bool:
         """Returns whether `run_round` raises `error`; if not, only the requests in which it occurred fail.
 
-        On several machines, errors of no `MlxZipError` class are raised: the other machines may not have them.
+        On several machines an error that is not an `MlxZipError` is raised, because the other machines may not have it
+        and would go on alone.
         """
         return self._raises or (self.served.machines is not None and not isinstance(error, MlxZipError))
 

@@ -22,7 +22,7 @@ the factor, but no zip2zip checkpoint of a Gemma has been published.)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -151,14 +151,14 @@ class Positions:
 
     start: position of the first id, an int or an array [B]; each next id has the next position. index [B, L]: the
     position of each id, used instead of `start` if not None. long: whether to use LongRoPE's long factors. shared:
-    cosines and sines that the layers of this call share, by the `id()` of their `Rope`, () if MLX's kernel rotates;
-    filled during the call. All arrays that a call rotates must have one dtype and the same number of ids.
+    cosines and sines that the layers of this call share, by the `id()` of their `Rope`; filled during the call. All
+    arrays that a call rotates must have one dtype and the same number of ids.
     """
 
     start: int | mx.array = 0
     index: mx.array | None = None
     long: bool = False
-    shared: dict[int, Sequence[mx.array]] = field(default_factory=dict, repr=False, compare=False)
+    shared: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def first(self) -> int | mx.array:
@@ -181,9 +181,10 @@ class Rope(nn.Module):
     def __call__(self, x: mx.array, offset: Positions) -> mx.array:
         """Returns x [B, H, L, D] rotated to the positions `offset`, in the same shape."""
         shared = offset.shared.get(id(self))
-        if shared is None:
-            shared = offset.shared[id(self)] = self._cosines_and_sines_to_share(x, offset)
-        if shared:
+        # Not in training: shared arrays would carry the gradient trace of one layer into another.
+        if shared is None and is_step_on_cpu(x) and not self.training:
+            shared = offset.shared[id(self)] = self._cosines_and_sines_of_step(offset)
+        if shared is not None:
             return _rotate_one_position(x, *shared)
         batch, heads, length, width = x.shape
         if self.magnitude != 1.0:
@@ -195,14 +196,8 @@ class Rope(nn.Module):
         x = self._rotate_by_kernel(x, offset.index.reshape(-1), freqs)
         return x.reshape(batch, length, heads, width).transpose(0, 2, 1, 3)
 
-    def _cosines_and_sines_to_share(self, x: mx.array, offset: Positions) -> Sequence[mx.array]:
-        """Returns the cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence, for all layers.
-
-        Returns () unless x [B, H, L, D] belongs to a step on the CPU, because other calls use MLX's kernel. Also
-        returns () in training, because shared arrays would carry the gradient trace of one layer into another.
-        """
-        if not is_step_on_cpu(x) or self.training:
-            return ()
+    def _cosines_and_sines_of_step(self, offset: Positions) -> tuple[mx.array, mx.array]:
+        """Returns the cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence."""
         position = mx.array(offset.first, mx.float32).reshape(-1, 1, 1, 1)
         return _cosines_and_sines(position, self._long if offset.long else self._short, self.magnitude)
 

@@ -8,6 +8,8 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.codec import compress
+from mlx_zip.engine.mlx.served import Served
+from mlx_zip.engine.scheduler import Scheduler
 from mlx_zip.models.rows.row_store import RowStore
 from mlx_zip.models.two_part_step import INPUT_ROWS_TOGETHER, TwoPartStep
 from mlx_zip.models.zip_model import Model
@@ -78,6 +80,46 @@ def test_no_step_of_the_engine_reads_a_row_of_a_running_body(running, store):
         ages = list(store.ages)
     assert len([age for age in ages if age <= store.begun]) > STEPS // INPUT_ROWS_TOGETHER
     assert min(ages) >= 1
+
+
+class SeesSteps(RowStore):
+    """Counts the rows that are stored, and those of them that were submitted in the same step."""
+
+    def __init__(self):
+        super().__init__()
+        self.stored, self.too_early, self.submitted = 0, 0, set()
+
+    def take_rows_to_submit(self):
+        rows = super().take_rows_to_submit()
+        self.submitted |= set(map(id, rows))
+        return rows
+
+    def _store_rows(self, encoded):
+        self.stored += len(encoded)
+        self.too_early += sum(id(one.rows) in self.submitted for one in encoded)
+        super()._store_rows(encoded)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_no_group_waits_for_rows_that_another_submits_in_the_same_step(ahead, monkeypatch):
+    store, take_step = SeesSteps(), Scheduler._take_step
+
+    def begins_a_step(self):
+        store.submitted.clear()
+        take_step(self)
+
+    def with_store(model):
+        model.row_source.store = store
+
+    monkeypatch.setattr(Scheduler, "_take_step", begins_a_step)
+    monkeypatch.setattr(Served, "batches", False)  # each request stays a group of its own
+    with tiny_engine(change=with_store, run={"ahead": ahead}) as engine:
+        prompts = [tiny.base_ids(n, seed) for seed, n in enumerate(LENGTHS[:3])]
+        for watch in at_once(engine, lambda: [ask(engine, prompt, max_tokens=STEPS)[1] for prompt in prompts]):
+            watch.wait()
+        figures = store.stored, store.too_early
+    assert figures[0] > STEPS // 2
+    assert figures[1] == 0
 
 
 def test_the_host_does_not_wait_for_a_body_that_encodes_input_rows(monkeypatch):

@@ -80,7 +80,7 @@ class Group:
                 self._choice = self._choose_exactly(pick, self._logits)
             else:
                 best = None if self._draft is None else self._draft.choose_best()
-                self._choice = best or pick([request for _, request in self._choosing()], self._logits)
+                self._choice = best or pick([request for _, request in self._choosing_rows()], self._logits)
             self._choice.start_computing(*(served.model.row_source.take_rows_to_submit() if served.hyper else ()))
         self._logits = None
 
@@ -116,7 +116,7 @@ class Group:
         chosen = self._choice.wait_for_ids()
         if self.served.hyper:
             self.served.model.row_source.note_submitted_computed()
-        for (row, request), one in zip(self._choosing(), chosen, strict=True):
+        for (row, request), one in zip(self._choosing_rows(), chosen, strict=True):
             self.tokens[row] = one.id
             if one.failed and request.error is None:
                 request.error = MachineError("the request failed on the first machine")
@@ -167,7 +167,7 @@ class Group:
         if self.served.hyper:
             self.served.model.row_source.store_computed_rows()  # only now, so that the device has work meanwhile
         constrained = False
-        for row, request in self._choosing():
+        for row, request in self._choosing_rows():
             request.note_read_ids([self.tokens[row]])
             constrained = constrained or request.submission.constraint is not None
         if len(self.requests) == 1:
@@ -177,7 +177,7 @@ class Group:
         else:
             self.choose_next_ids()
 
-    def _choosing(self) -> list[tuple[int, Request]]:
+    def _choosing_rows(self) -> list[tuple[int, Request]]:
         """Returns the rows that choose an id next, with their requests; other rows wait for the next pass."""
         rows = None if self._draft is None else self._draft.rows
         return list(enumerate(self.requests)) if rows is None else [(row, self.requests[row]) for row in rows]
